@@ -1,0 +1,67 @@
+# Two commands: `make quickstart` and `make test`. Everything is installed into .venv, nothing outside it.
+
+# The first Python that is new enough. 3.11 comes first: constraints.txt was tried with it.
+# Another one: make test PYTHON=/path/to/python
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+
+VENV := .venv
+OLDEST := .venv-transformers-5.17
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest
+DECLARED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install test test-slow lint types wheel clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CPU and show what it says
+	$(VENV)/bin/swiftkit sft --model smollm2-135m --dataset data/persona.jsonl --num_train_epochs 6
+
+install: $(VENV)/.installed-dev  ## swiftkit, editable, with what tests, lint and type check need
+
+test: $(VENV)/.installed-dev  ## install what the tests need and run the quick ones
+	$(VENV)/bin/python $(PYTEST) -m "not slow and not gpu and not multigpu"
+
+test-slow: $(VENV)/.installed-dev $(OLDEST)/.installed-dev  ## the slow tests; then some with the oldest transformers
+	$(VENV)/bin/python $(PYTEST) -m "slow and not gpu and not multigpu"
+	$(OLDEST)/bin/python $(PYTEST) -m "compat and not gpu and not multigpu"
+
+lint: $(VENV)/.installed-dev  ## ruff: rules and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed-dev  ## mypy
+	$(VENV)/bin/mypy
+
+wheel: $(VENV)/.installed  ## build dist/swiftkit-*.whl, with the recipes and data inside
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:  ## remove environments, builds and caches; runs in output/ stay
+	rm -rf $(VENV) $(OLDEST) dist build .pytest_cache .mypy_cache .ruff_cache
+	find swiftkit tests -type d -name __pycache__ -exec rm -rf {} +
+
+# ---- environments: a stamp is newer than what it was installed from ----------------------------------------
+
+$(VENV)/bin/python $(OLDEST)/bin/python:
+	@test -n "$(PYTHON)" || { echo "swiftkit needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)
+
+$(VENV)/.installed: $(DECLARED) | $(VENV)/bin/python
+	@echo "installing swiftkit into $(VENV) (a minute or two)"
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(DECLARED) | $(VENV)/bin/python
+	@echo "installing swiftkit and its test tools into $(VENV) (a minute or two)"
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(OLDEST)/.installed-dev: $(DECLARED) constraints-transformers-5.17.txt | $(OLDEST)/bin/python
+	@echo "installing the same with the oldest transformers into $(OLDEST) (a minute or two)"
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints-transformers-5.17.txt transformers
+	@touch $@

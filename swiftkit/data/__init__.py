@@ -1,0 +1,36 @@
+"""From files to packed batches: read, normalise, render, cut, pack. Torch-free."""
+
+from swiftkit.data.batch import PackedBatch, collate
+from swiftkit.data.document import Document, Origin
+from swiftkit.data.order import num_steps, windows_of_run, windows_of_step
+from swiftkit.data.pack import pack
+from swiftkit.data.prepare import Prepared, prepare
+from swiftkit.data.read import Row, read
+from swiftkit.data.render import Renderer
+from swiftkit.data.report import DataReport
+from swiftkit.data.shapes import Completion, Conversation, Message, PlainText, to_example
+from swiftkit.data.template import ChatTemplate, resolve_chat_template
+
+__all__ = [
+    "ChatTemplate",
+    "Completion",
+    "Conversation",
+    "DataReport",
+    "Document",
+    "Message",
+    "Origin",
+    "PackedBatch",
+    "PlainText",
+    "Prepared",
+    "Renderer",
+    "Row",
+    "collate",
+    "num_steps",
+    "pack",
+    "prepare",
+    "read",
+    "resolve_chat_template",
+    "to_example",
+    "windows_of_run",
+    "windows_of_step",
+]

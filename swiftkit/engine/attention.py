@@ -1,0 +1,187 @@
+"""One attention for every family: who may look at whom is a plan, made once a batch for all layers.
+
+Documents that share a row never see each other, whatever the family. transformers' own packed masks leak for
+some families without a word, so its mask function is replaced by one that makes no mask, and its attention
+function by `attend` below, which reads the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMPLEMENTATION = "swiftkit"
+
+
+class KeyValueStore(Protocol):
+    """Keys and values of earlier tokens (`generate.cache` has one)."""
+
+    def extend(self, layer: int, segment: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [kv_heads, new, head_dim] to a segment of the plan; return all of its keys and values."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """The segments of one row of tokens; queries see the keys of their own segment, causally.
+
+    Args:
+        lengths: query tokens of each segment, in order; they sum to the row's length.
+        cu_seqlens: the same as running sums from 0, int32 [segments + 1], on the row's device.
+        store: earlier keys and values, when the row continues documents that were already read.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    store: KeyValueStore | None = None
+
+    @classmethod
+    def of(
+        cls, lengths: list[int] | tuple[int, ...], *, device: torch.device, store: KeyValueStore | None = None
+    ) -> AttentionPlan:
+        """A plan for segments of these lengths."""
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), bounds.to(device, non_blocking=True), store)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a family asks of its attention, beside causality.
+
+    Args:
+        scaling: factor on query-key products.
+        window: keys a query sees, itself included; None sees all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: a learned logit a head [heads] that takes part in the softmax and gives nothing.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels can serve: nothing but scaling and a window."""
+        return self.softcap is None and self.sinks is None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    scaling: float,
+    attention_plan: AttentionPlan,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers' attention modules call.
+
+    Args:
+        module: the attention module; its `layer_idx` names the layer.
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, kv_heads, tokens, head_dim].
+        attention_plan: the batch's plan; it comes as a keyword of the model's forward.
+
+    Returns:
+        [1, tokens, heads, head_dim], and no attention weights.
+    """
+    rules = Rules(scaling, sliding_window, softcap, s_aux)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    q, k, v = query[0], key[0], value[0]  # [heads, tokens, head_dim]
+    if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and attention_plan.store is None:
+        return _varlen(q, k, v, attention_plan, rules)[None], None
+    return _by_segment(q, k, v, attention_plan, rules, layer).transpose(0, 1)[None], None
+
+
+def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules, layer: int) -> Tensor:
+    """Segment after segment, [heads, tokens, head_dim]: the reference, and the path of CPUs and decoding."""
+    outputs = []
+    pieces = zip(q.split(plan.lengths, 1), k.split(plan.lengths, 1), v.split(plan.lengths, 1), strict=True)
+    for segment, (q_own, k_own, v_own) in enumerate(pieces):
+        if plan.store is not None:
+            k_own, v_own = plan.store.extend(layer, segment, k_own, v_own)
+        outputs.append(segment_attention(q_own, k_own, v_own, rules))
+    return torch.cat(outputs, 1)
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+    """Causal attention of one document; its queries are the last of its keys.
+
+    Args:
+        q: [heads, queries, head_dim].
+        k, v: [kv_heads, keys, head_dim], keys >= queries.
+
+    Returns:
+        [heads, queries, head_dim].
+    """
+    groups = q.shape[0] // k.shape[0]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    queries, keys = q.shape[1], k.shape[1]
+    windowed = rules.window is not None and keys > rules.window
+    if rules.plain and not windowed and (queries == keys or queries == 1):
+        # [1, ...]: the fused CPU and GPU kernels of torch take four dimensions only.
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=queries > 1, scale=rules.scaling
+        )[0]
+    row = torch.arange(keys - queries, keys, device=q.device)[:, None]
+    column = torch.arange(keys, device=q.device)[None]
+    allowed = column <= row
+    if rules.window is not None:
+        allowed &= column > row - rules.window
+    if rules.plain:
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=allowed, scale=rules.scaling
+        )[0]
+    scores = (q @ k.transpose(1, 2)) * rules.scaling
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    scores = scores.masked_fill(~allowed, float("-inf")).float()
+    if rules.sinks is not None:
+        sinks = rules.sinks.float()[:, None, None].expand(-1, queries, 1)
+        return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(q.dtype)) @ v
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
+    """All segments in one FlashAttention call. Gives [tokens, heads, head_dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(plan.lengths)
+    left = -1 if rules.window is None else rules.window - 1
+    output = varlen_attn(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        plan.cu_seqlens,
+        plan.cu_seqlens,
+        longest,
+        longest,
+        scale=rules.scaling,
+        window_size=(left, 0),
+        enable_gqa=q.shape[0] != k.shape[0],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def register() -> None:
+    """Make `attn_implementation="swiftkit"` known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    return None

@@ -1,0 +1,112 @@
+"""The engine: forward and backward over micro-batches. Everything above it sees only this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swiftkit.engine.batch import Batch
+from swiftkit.engine.build import adapter_parameters, build_model
+from swiftkit.engine.families import logit_rule
+from swiftkit.engine.head import Head
+from swiftkit.engine.linear import Linear
+from swiftkit.errors import UserError
+from swiftkit.formats.peft import LoraSpec
+
+Sums = dict[str, Tensor]
+Loss = Callable[[Head, Tensor, Batch], Sums]
+"""A method's loss: (head, hidden [tokens, hidden], batch) to sums over the batch, `loss` among them."""
+
+
+class Engine:
+    """A model that trains and answers.
+
+    Args:
+        model: what `build_model` makes.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.config = model.config
+        self.head = Head(model.get_output_embeddings().weight, logit_rule(model.config))  # type: ignore[operator]
+        self.device = self.head.weight.device
+        self.parameters = adapter_parameters(model)  # the trained tensors by name
+        self.linear_names = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: LoraSpec | None = None,
+        seed: int = 42,
+    ) -> Engine:
+        """Build from a model folder; see `build_model`."""
+        return cls(build_model(folder, dtype=dtype, device=device, lora=lora, seed=seed))
+
+    @torch.no_grad()
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the adapter's values; names and shapes are those of `parameters`."""
+        if tensors.keys() != self.parameters.keys():
+            odd = sorted(tensors.keys() ^ self.parameters.keys())
+            raise UserError(f"the adapter does not fit this model: {odd[0]} is only in one of the two")
+        for name, tensor in tensors.items():
+            if tensor.shape != self.parameters[name].shape:
+                raise UserError(
+                    f"the adapter does not fit this model: {name} is {list(tensor.shape)}, "
+                    f"the model asks for {list(self.parameters[name].shape)}"
+                )
+            self.parameters[name].copy_(tensor)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states after the final norm, [tokens, hidden]."""
+        inner = self.model.base_model
+        output: Any = inner(  # type: ignore[operator]
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            attention_plan=batch.plan,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def forward_backward(self, microbatches: Iterable[Batch], loss: Loss, *, denominator: float) -> Sums:
+        """Add the gradients of sum(loss) / denominator to the parameters.
+
+        Args:
+            microbatches: the batches of one optimizer step.
+            loss: the method's loss.
+            denominator: of the whole step, for example its trained tokens, so that a step does not depend on
+                how it is cut into micro-batches.
+
+        Returns:
+            The method's sums over all micro-batches, still on the device.
+        """
+        totals: Sums = {}
+        for batch in microbatches:
+            sums = loss(self.head, self.hidden(batch), batch)
+            (sums["loss"] / denominator).backward()
+            _add(totals, sums)
+        return totals
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[Batch], loss: Loss) -> Sums:
+        """The method's sums without gradients, dropout off."""
+        self.model.eval()
+        totals: Sums = {}
+        for batch in microbatches:
+            _add(totals, loss(self.head, self.hidden(batch), batch))
+        self.model.train()
+        return totals
+
+
+def _add(totals: Sums, sums: Sums) -> None:
+    for name, value in sums.items():
+        value = value.detach().double()
+        totals[name] = totals[name] + value if name in totals else value

@@ -1,0 +1,71 @@
+"""The exchange of modules: once, on the meta device, before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from swiftkit.engine.linear import Linear, LoraLinear
+from swiftkit.errors import UserError, nearest
+from swiftkit.formats.peft import LoraSpec
+
+ALL_LINEAR = "all-linear"
+# Linear layers inside blocks that choose experts rather than transform tokens: adapted only when named.
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def exchange(model: nn.Module, spec: LoraSpec | None) -> list[str]:
+    """Replace every `nn.Linear` of a model by ours; the targets of `spec` get an adapter.
+
+    Args:
+        model: a transformers causal language model with its parameters on the meta device.
+        spec: the adapter, or None for a model that is only used.
+
+    Returns:
+        The names of the adapted modules, in the model's order.
+
+    Raises:
+        UserError: when a target matches nothing.
+    """
+    linears = list(_linears(model))
+    targets = set() if spec is None else select_targets(model, spec.target_modules)
+    for name, parent, leaf, module in linears:
+        if spec is not None and name in targets:
+            setattr(parent, leaf, LoraLinear(module, spec))
+        else:
+            setattr(parent, leaf, Linear(module))
+    return [name for name, *_ in linears if name in targets]
+
+
+def select_targets(model: nn.Module, wanted: tuple[str, ...]) -> set[str]:
+    """Names of the linear layers that `target_modules` means.
+
+    `all-linear` is every linear layer of the blocks; the output head and the routers of experts are reached
+    only by their names.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [name for name, _, _, _ in _linears(model)]
+    heads = {name for name, _, _, module in _linears(model) if module is head}
+    chosen: set[str] = set()
+    for word in wanted:
+        if word == ALL_LINEAR:
+            hits = {n for n in names if n not in heads and n.rpartition(".")[2] not in ROUTERS}
+        else:
+            hits = {n for n in names if n == word or n.endswith("." + word)}
+        if not hits:
+            leaves = sorted({n.rpartition(".")[2] for n in names})
+            offer = nearest(word, leaves, say="; did you mean {}?")
+            raise UserError(
+                f"--target_modules {word} matches no linear layer{offer} (there are {', '.join(leaves)})"
+            )
+        chosen |= hits
+    return chosen
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    """(name, parent, name in the parent, module) of each linear layer."""
+    for parent_name, parent in list(model.named_modules()):
+        for leaf, module in parent.named_children():
+            if isinstance(module, nn.Linear):
+                yield (f"{parent_name}.{leaf}" if parent_name else leaf), parent, leaf, module

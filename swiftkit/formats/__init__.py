@@ -1,0 +1,1 @@
+"""What is on disk: models and adapters, read and written."""

@@ -1,0 +1,68 @@
+"""Base weights on disk: a folder of safetensors, read tensor by tensor or slice by slice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftkit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+
+
+class Weights:
+    """The tensors of a model folder, by name. Files stay mapped; nothing is read before it is asked for.
+
+    Raises:
+        UserError: for a folder without safetensors, or one whose index names a missing file.
+    """
+
+    def __init__(self, folder: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for path in _files_of(folder):
+            try:
+                handle = safe_open(path, framework="pt")
+            except SafetensorError as broken:
+                raise UserError(f"{path} is cut or damaged ({broken}); download the model again") from None
+            self._files[path.name] = handle
+            self._where.update(dict.fromkeys(handle.keys(), path.name))
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, in the file's own type, on the CPU."""
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor
+
+
+def _files_of(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{folder} lacks {missing[0]} ({len(missing)} of {len(named)} weight files are missing); "
+                "download the model again"
+            )
+        return [folder / name for name in named]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = next(folder.glob("*.bin"), None)
+        rule = f" ({pickled.name} is a pickle, which is never loaded)" if pickled else ""
+        raise UserError(f"{folder} has no *.safetensors{rule}")
+    return files

@@ -1,0 +1,1 @@
+"""KV cache by slots, sampling, decoding, and conversations."""

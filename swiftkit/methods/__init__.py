@@ -1,0 +1,1 @@
+"""One short file a method: which batches, which loss, which metrics."""

@@ -1,0 +1,94 @@
+"""Supervised fine-tuning: cross-entropy on the trained tokens of packed windows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from torch import Tensor
+
+from swiftkit.config import SftConfig
+from swiftkit.data import Prepared, prepare
+from swiftkit.data.tokenizer import load_tokenizer
+from swiftkit.engine import Batch, Engine, Head, Sums
+from swiftkit.engine.placement import place
+from swiftkit.formats.named import open_model
+from swiftkit.train.job import Job
+from swiftkit.train.loop import fit
+from swiftkit.train.run import Run
+from swiftkit.train.steps import plan_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def loss(head: Head, hidden: Tensor, batch: Batch) -> Sums:
+    """Sum of -log p over the trained tokens. `hidden` is [tokens, hidden]."""
+    return {"loss": head.cross_entropy(hidden[batch.positions], batch.targets)}
+
+
+def run(config: SftConfig, console: Console) -> Run:
+    """From a checked config to a finished run.
+
+    Raises:
+        UserError: for what is wrong with config, model or data, before weights are loaded.
+    """
+    placement = place(config.device, config.base_precision)
+    model = open_model(config.model, source=config.model_source, revision=config.revision, say=console.print)
+    tokenizer = load_tokenizer(model.path, config.chat_template)
+    data, evaluation = prepare_data(config, tokenizer)
+    plan = plan_steps(
+        config, num_windows=len(data.windows), max_length=data.max_length, device_type=placement.device.type
+    )
+    config = config.with_changes(
+        base_precision=placement.base_precision,
+        max_length=data.max_length,
+        global_batch_size=plan.global_batch_size,
+        per_device_train_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+    )
+    job = Job(
+        method="sft",
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        evaluation=evaluation,
+        plan=plan,
+        placement=placement,
+        console=console,
+    )
+    engine = Engine.load(
+        model.path, dtype=placement.dtype, device=placement.device, lora=job.lora, seed=config.seed
+    )
+    with job.begin(engine) as log:
+        fit(
+            engine,
+            data,
+            loss,
+            knobs=config,
+            plan=plan,
+            log=log,
+            save=partial(job.save, engine),
+            pad_id=job.pad_id,
+            evaluation=evaluation,
+        )
+    return job.end(engine)
+
+
+def prepare_data(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[Prepared, Prepared | None]:
+    """Training windows, and those to evaluate on: their own files, or a share of the rows."""
+    packed = partial(
+        prepare,
+        tokenizer=tokenizer,
+        packing=config.packing,
+        truncation_strategy=config.truncation_strategy,
+        system=config.system,
+        seed=config.seed,
+    )
+    ratio = 0.0 if config.val_dataset else config.split_dataset_ratio
+    data = packed(config.dataset, max_length=config.max_length, split_ratio=ratio)
+    if config.val_dataset:
+        return data, packed(config.val_dataset, max_length=data.max_length)
+    return data, data.evaluation

@@ -1,0 +1,296 @@
+"""Words of ms-swift's command line, and what each is here: the table of `swiftkit help migrate`.
+
+Source of the words: ms-swift, docs/source_en/Instruction/Command-line-parameters.md.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+Kind = Literal["verb", "flag", "environment"]
+Status = Literal["accepted", "translated", "not yet", "refused"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a word.
+
+    `ours` is the knob or verb here that takes its place (None where there is none), `values` the values that
+    have another name here. A word that ends in `*` stands for all that begin like it.
+    """
+
+    word: str
+    kind: Kind
+    status: Status
+    ours: str | None = None
+    note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """The entry as one sentence for an error message."""
+        dashes = "--" if self.kind == "flag" else ""
+        fate = {
+            "accepted": "is the same word here",
+            "translated": f"is {dashes}{self.ours} here",
+            "not yet": "is not built yet",
+            "refused": "does not exist here",
+        }[self.status]
+        return f"ms-swift's {dashes}{self.word} {fate}" + (f": {self.note}" if self.note else "")
+
+
+def _same(words: str, note: str = "", **values: str) -> list[Entry]:
+    return [Entry(word, "flag", "accepted", word, note, values) for word in words.split()]
+
+
+def _ours(word: str, ours: str, note: str = "", **values: str) -> list[Entry]:
+    return [Entry(word, "flag", "translated", ours, note, values)]
+
+
+def _later(words: str, note: str = "") -> list[Entry]:
+    return [Entry(word, "flag", "not yet", None, note) for word in words.split()]
+
+
+def _never(words: str, note: str) -> list[Entry]:
+    return [Entry(word, "flag", "refused", None, note) for word in words.split()]
+
+
+_VERBS = [
+    Entry("sft", "verb", "accepted", "sft"),
+    Entry("pt", "verb", "translated", "sft", "rows of plain `text` are trained on every token"),
+    Entry("infer", "verb", "translated", "chat", "--prompt answers one prompt and ends"),
+    Entry("rlhf", "verb", "not yet", None, "dpo, reward, ppo and grpo will be verbs of their own"),
+    Entry("export", "verb", "not yet", None, "merging, quantizing and converting"),
+    Entry("merge-lora", "verb", "not yet", None, "the adapter is in PEFT's format: PEFT can merge it"),
+    Entry("eval", "verb", "not yet", None, "`sft --val_dataset` gives loss and perplexity"),
+    Entry("deploy", "verb", "not yet", None, "vLLM serves the adapter, which is in PEFT's format"),
+    Entry("app", "verb", "refused", None, "there is no web interface; `chat` is in the terminal"),
+    Entry("web-ui", "verb", "refused", None, "there is no web interface; `chat` is in the terminal"),
+    Entry("sample", "verb", "refused", None, "rows are not generated here"),
+    Entry("rollout", "verb", "refused", None, "nothing is served beside a training run"),
+    Entry("megatron", "verb", "refused", None, "`sft` is the one way to train"),
+]
+
+_MODEL = [
+    *_same("model", "a name of `swiftkit ls`, a hub id (of Hugging Face, not ModelScope), or a folder"),
+    *_ours("model_id_or_path", "model"),
+    *_ours("model_revision", "revision"),
+    *_ours("torch_dtype", "base_precision", "float16 is not trained in", bfloat16="bf16", float32="fp32"),
+    *_ours("dtype", "base_precision", "fp16 is not trained in", AUTO="auto"),
+    *_ours("use_hf", "model_source", "auto takes Hugging Face already", true="hf"),
+    *_ours("template", "chat_template", "a Jinja file or `chatml`; without it the tokenizer's own"),
+    *_ours("template_type", "chat_template", "a Jinja file or `chatml`; without it the tokenizer's own"),
+    *_never("model_type task_type num_labels problem_type", "what a model is, its config.json says"),
+    *_never("attn_impl", "the attention is swiftkit's own, and right for packed windows"),
+    *_never("device_map max_memory", "the machine decides; --device cpu or cuda picks its kind"),
+    *_never("rope_scaling max_model_len", "write it into the model's config.json"),
+    *_never("new_special_tokens init_strategy", "the vocabulary and its weights stay as they are"),
+    *_never("local_repo_path model_kwargs check_model", "nothing here needs it"),
+    *_never("custom_register_path external_plugins", "a model needs no registration: give its folder or id"),
+    *_never("hub_token", "`hf auth login`, or the variable HF_TOKEN"),
+    *_never(
+        "load_args load_data_args ignore_args_error",
+        "--adapters brings model and precision back from args.json, always",
+    ),
+]
+
+_QUANTIZED = [
+    *_later("quant_method quant_bits", "it will be --base_precision nf4 or fp8"),
+    *_later(
+        "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        "it will be --base_precision nf4, computing in bf16",
+    ),
+    *_never("hqq_axis", "HQQ is not used"),
+]
+
+_DATA = [
+    *_same("dataset", "`path.jsonl#500` takes the first 500 rows, not a random 500"),
+    *_same("val_dataset split_dataset_ratio"),
+    *_same("system", "the text itself; a .txt path is not opened"),
+    *_same("max_length", "auto is the longest row, at most 4,096 tokens; in ms-swift the model's maximum"),
+    *_ours("max_seq_length", "max_length"),
+    *_same("truncation_strategy", "drop, left or right; what is dropped is counted and said", delete="drop"),
+    *_same("packing", "on unless it is switched off, and exact: rows of a window never see each other"),
+    *_ours("padding_free", "packing", "windows hold several rows without padding between them"),
+    *_ours("packing_length", "max_length", "rows are packed into windows of this length"),
+    *_ours("data_seed", "seed", "one seed for data order, adapter and dropout"),
+    *_later("columns", "until then name the columns as one of the accepted shapes does"),
+    *_later("strict", "a row that cannot be read stops the run, with file and line"),
+    *_later("loss_scale", "the loss is on the assistant's words"),
+    *_later(
+        "streaming shuffle_buffer_size interleave_prob stopping_strategy",
+        "a file is read whole; mixing and streaming will come",
+    ),
+    *_later("cached_dataset load_from_cache_file dataset_num_proc packing_num_proc", "a cache will come"),
+    *_never("dataset_shuffle train_dataloader_shuffle", "training rows are shuffled by --seed, always"),
+    *_never("val_dataset_shuffle", "evaluation takes every row; its order changes nothing"),
+    *_never("lazy_tokenize download_mode remove_unused_columns custom_dataset_info", "nothing here needs it"),
+    *_never("dataloader_*", "windows are in memory before the first step; there is no loader to tune"),
+    *_never("use_chat_template", "rows with turns are rendered by the template, rows of plain text are not"),
+    *_never("agent_template response_prefix template_backend", "the tokenizer's Jinja template renders rows"),
+    *_never("padding_side", "windows are packed"),
+    *_never("model_name model_author", "write the names into the rows"),
+    *_never("max_pixels norm_bbox vit_* aligner_lr freeze_llm freeze_vit freeze_aligner", "text only"),
+]
+
+_ADAPTER = [
+    *_same("tuner_type", "lora only, so far"),
+    *_ours("train_type", "tuner_type", "lora only, so far"),
+    *_ours("sft_type", "tuner_type", "lora only, so far"),
+    *_same("lora_rank", "16; in ms-swift 8"),
+    *_same("lora_alpha"),
+    *_same("lora_dropout", "0; in ms-swift 0.05"),
+    *_same("target_modules"),
+    *_ours("lora_target_modules", "target_modules", ALL="all-linear"),
+    *_later("target_parameters target_regex", "--target_modules takes names and all-linear"),
+    *_later("modules_to_save trainable_parameters* freeze_parameters*", "only the adapter is trained"),
+    *_never("tuner_backend", "the LoRA layer is swiftkit's own; its file is PEFT's format"),
+    *_never(
+        "init_weights lora_bias lora_dtype use_dora use_rslora lorap_lr_ratio lora_ga_*",
+        "plain LoRA: A random, B zero, scaled by alpha / rank",
+    ),
+    *_never(
+        "fourier_* boft_* vera_* adalora_* reft_* llamapro_* lisa_* galore_* use_galore",
+        "LoRA is the adapter here",
+    ),
+]
+
+_TRAINING = [
+    *_same("num_train_epochs"),
+    *_ours("max_epochs", "num_train_epochs"),
+    *_same("max_steps"),
+    *_same("per_device_train_batch_size", "counted in packed windows; auto fills the device"),
+    *_ours("batch_size", "per_device_train_batch_size", "counted in packed windows"),
+    *_same("gradient_accumulation_steps", "auto follows from --global_batch_size: 8 windows; in ms-swift 16"),
+    *_same("global_batch_size", "Megatron-SWIFT's word; counted in windows here"),
+    *_same("learning_rate", "1e-4, or what the model's recipe says"),
+    *_same("lr_scheduler_type", "cosine, linear or constant"),
+    *_same("warmup_ratio", "0.03; in ms-swift 0"),
+    *_same("weight_decay", "0; in ms-swift 0.1"),
+    *_same("adam_beta1"),
+    *_same("adam_beta2", "0.999; in ms-swift 0.95"),
+    *_same("max_grad_norm seed"),
+    *_later("resume_from_checkpoint resume_only_model ignore_data_skip", "a run cannot be resumed so far"),
+    *_later("gradient_checkpointing*", "everything is kept for the backward pass"),
+    *_later(
+        "deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size",
+        "one device so far; a layout over several will be chosen by swiftkit, without DeepSpeed",
+    ),
+    *_later("sequence_parallel_size ddp_* average_tokens_across_devices", "one device so far"),
+    *_never("use_liger_kernel use_logits_to_keep", "the loss projects only trained positions, always"),
+    *_never("optimizer optim", "AdamW"),
+    *_never("lr_scheduler_kwargs", "cosine, linear and constant have nothing to set"),
+    *_never(
+        "loss_type metric acc_strategy enable_dft_loss enable_channel_loss predict_with_generate",
+        "cross entropy over the trained tokens; evaluation gives loss and perplexity",
+    ),
+    *_never("neftune_noise_alpha router_aux_loss_coef full_determinism", "it is not offered"),
+    *_never("use_ray ray_exp_name device_groups", "no Ray"),
+]
+
+_RUN = [
+    *_same("logging_steps"),
+    *_same("eval_steps", "100; in ms-swift --save_steps"),
+    *_same("save_steps save_total_limit"),
+    *_same("output_dir", "the run's folder is OUTPUT_DIR/<model>/v<N>-<date>-<time>"),
+    *_same("report_to", "tensorboard, wandb or none"),
+    *_never("eval_strategy", "--eval_steps counts; without rows for it there is no evaluation"),
+    *_never("save_strategy", "--save_steps counts; the last step is always saved"),
+    *_never("per_device_eval_batch_size", "evaluation takes the windows of training"),
+    *_never(
+        "logging_dir logging_first_step add_version create_checkpoint_symlink save_on_each_node",
+        "a run's folder has one form: runs/, logging.jsonl, checkpoint-<N>/",
+    ),
+    *_never("config", "give the file itself: `swiftkit sft run.yaml`"),
+    *_later("metric_for_best_model greater_is_better early_stop_interval", "a run ends with its last step"),
+    *_later("push_to_hub hub_model_id hub_private_repo", "`hf upload` takes a checkpoint's folder"),
+    *_later(
+        "save_only_model use_flash_ckpt save_safetensors safe_serialization max_shard_size",
+        "a checkpoint is a PEFT adapter in safetensors",
+    ),
+    *_later("merge_lora", "PEFT can merge the adapter"),
+    *_never("eval_use_evalscope eval_dataset* eval_limit eval_generation_config", "no benchmarks here"),
+    *_never("swanlab_*", "--report_to tensorboard or wandb"),
+]
+
+_CHAT = [
+    *_same("adapters", "one checkpoint or run folder; for `chat`"),
+    *_ours("ckpt_dir", "adapters"),
+    *_same("max_new_tokens", "512"),
+    *_same("temperature", "0, the likeliest token, unless it is set"),
+    *_same("top_p"),
+    *_never("stream", "answers are always streamed"),
+    *_later(
+        "top_k repetition_penalty num_beams stop_words logprobs top_logprobs", "only --temperature, --top_p"
+    ),
+    *_never("infer_backend vllm_* sglang_* lmdeploy_*", "no engine of another project runs inside swiftkit"),
+]
+
+_ALIGNMENT = [
+    *_later(
+        "rlhf_type beta ref_model ref_adapters ref_model_type ref_model_revision label_smoothing "
+        "rpo_alpha ld_alpha discopop_tau loss_weights cpo_alpha simpo_gamma desirable_weight "
+        "undesirable_weight center_rewards_coefficient max_completion_length num_generations "
+        "reward_funcs reward_model reward_weights epsilon num_iterations",
+        "training on preferences and rewards",
+    ),
+    *_later("lmbda sft_alpha seq_kd teacher_model offload_teacher_model", "distillation"),
+]
+
+_ENVIRONMENT = [
+    Entry("CUDA_VISIBLE_DEVICES", "environment", "accepted", "CUDA_VISIBLE_DEVICES"),
+    *(
+        Entry(word, "environment", "not yet", None, "one process on one device so far")
+        for word in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    ),
+]
+
+TABLE: Mapping[str, list[Entry]] = {
+    "verbs": _VERBS,
+    "model": _MODEL,
+    "quantized base": _QUANTIZED,
+    "data": _DATA,
+    "adapter": _ADAPTER,
+    "training": _TRAINING,
+    "run": _RUN,
+    "chat": _CHAT,
+    "alignment": _ALIGNMENT,
+    "environment": _ENVIRONMENT,
+}
+
+
+def lookup(word: str, kind: Kind = "flag") -> Entry | None:
+    """What became of a flag (with or without its dashes), a verb or an environment variable of ms-swift.
+
+    A pattern such as `vllm_*` answers with the word that was asked for.
+    """
+    plain = word.lstrip("-").partition("=")[0]
+    plain = plain.replace("-", "_") if kind == "flag" else plain
+    for entries in TABLE.values():
+        for entry in entries:
+            if entry.kind == kind and fnmatchcase(plain, entry.word):
+                return Entry(plain, kind, entry.status, entry.ours, entry.note, entry.values)
+    return None
+
+
+def table(width: int = 100) -> str:
+    """The whole table, for `swiftkit help migrate`."""
+    lines = ["Words of ms-swift, and what each is here"]
+    for heading, entries in TABLE.items():
+        lines += ["", heading]
+        for entry in entries:
+            dashes = "--" if entry.kind == "flag" else ""
+            there = f"is {dashes}{entry.ours}" if entry.status == "translated" else entry.status
+            renamed = ", ".join(f"{old} is {new}" for old, new in entry.values.items())
+            note = "; ".join(part for part in (there, entry.note, renamed) if part)
+            lines += textwrap.wrap(
+                note,
+                width,
+                initial_indent=f"  {dashes + entry.word:<32} ",
+                subsequent_indent=" " * 35,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)

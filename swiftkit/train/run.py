@@ -1,0 +1,144 @@
+"""A run is a folder; `Run` is a view of that folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftkit.errors import UserError
+from swiftkit.train import plots
+from swiftkit.train.log import FILE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from swiftkit.generate.session import Session
+
+ARGS = "args.json"
+SAMPLES = "samples.json"
+PACKAGES = ("swiftkit", "torch", "transformers", "tokenizers", "safetensors")
+
+
+def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -> Path:
+    """Make `<output_dir>/<model>/v<N>-<date>-<time>`, with the lowest N that no run of the model has.
+
+    Two runs that start at once get two folders.
+    """
+    parent = Path(output_dir) / re.sub(r"[^\w.-]+", "-", Path(model).name if Path(model).is_dir() else model)
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
+    while True:
+        taken = [int(m[1]) for path in parent.iterdir() if (m := re.match(r"v(\d+)-", path.name))]
+        number = max(taken, default=-1) + 1
+        folder = parent / f"v{number}-{stamp}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another run, in the same second
+            continue
+        return folder
+
+
+def write_args(folder: Path, *, method: str, config: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Write `args.json`: the resolved config (it replays the run), versions, and what the run was made of."""
+    content = {"method": method, "config": config, "versions": versions(), **facts}
+    (folder / ARGS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a source tree that was never installed
+            found[package] = "unknown"
+    return found
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, the oldest first."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+class Run:
+    """What a run left: metrics, plots, samples, and its adapter.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        UserError: if it is not one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        if not (self.folder / ARGS).is_file():
+            raise UserError(f"{self.folder} has no {ARGS}: it is not a run folder")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The content of `args.json`."""
+        content: dict[str, Any] = json.loads((self.folder / ARGS).read_text(encoding="utf-8"))
+        return content
+
+    @property
+    def metrics(self) -> DataFrame:
+        """One row a log line: `step`, `loss`, `learning_rate`, ..., `eval_loss` where it was evaluated."""
+        import pandas
+
+        lines = (self.folder / FILE).read_text(encoding="utf-8").splitlines()
+        return pandas.DataFrame([json.loads(line) for line in lines])
+
+    @property
+    def adapter_dir(self) -> Path:
+        """The last checkpoint: a PEFT adapter.
+
+        Raises:
+            UserError: when none was written.
+        """
+        found = checkpoints(self.folder)
+        if not found:
+            raise UserError(f"{self.folder} has no checkpoint")
+        return found[-1]
+
+    @property
+    def samples(self) -> list[dict[str, str]]:
+        """Prompts with their answers `before` and `after`."""
+        path = self.folder / SAMPLES
+        content: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        return content
+
+    def plot(self, curve: str = "loss") -> Figure:
+        """A matplotlib figure of `loss`, `learning_rate` or `tokens_per_second` over the steps."""
+        if curve not in plots.CURVES:
+            raise UserError(f"no curve {curve!r}; there are {', '.join(plots.CURVES)}")
+        return plots.curve(self.metrics, curve)
+
+    def chat(self, **options: Any) -> Session:
+        """The tuned model, ready to be asked: `run.chat().ask("Who are you?")`.
+
+        Args:
+            options: knobs of `swiftkit chat`, such as `temperature`.
+        """
+        from swiftkit.config import ChatConfig, build
+        from swiftkit.generate.session import Session
+
+        return Session.open(build(ChatConfig, {"adapters": str(self.adapter_dir), **options}))
+
+
+def write_samples(folder: Path, samples: Sequence[dict[str, str]]) -> None:
+    """Write prompts with their answers before and after."""
+    (folder / SAMPLES).write_text(
+        json.dumps(list(samples), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

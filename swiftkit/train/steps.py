@@ -1,0 +1,93 @@
+"""How many optimizer steps a run has, and which windows each of them takes: known before the first one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swiftkit.config import TrainKnobs
+from swiftkit.data import PackedBatch, Prepared, collate, windows_of_run, windows_of_step
+
+DEFAULT_GLOBAL_BATCH = 8
+FEWEST_STEPS = 50
+TOKENS_AT_ONCE = {"cuda": 16_384, "cpu": 4_096}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The whole run in numbers.
+
+    Args:
+        steps: optimizer steps.
+        global_batch_size: windows a step.
+        micro_batch_size: windows that go through the model at once.
+        windows: windows over the whole run; the last step may be smaller.
+        note: why a step is smaller than usual, or an empty string.
+    """
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    windows: int
+    note: str = ""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self.global_batch_size // self.micro_batch_size
+
+
+def plan_steps(knobs: TrainKnobs, *, num_windows: int, max_length: int, device_type: str) -> StepPlan:
+    """Turn batch sizes, epochs and `max_steps` into a number of steps."""
+    windows = windows_of_run(num_windows, knobs.num_train_epochs)
+    whole, note = _global_batch(knobs, windows)
+    steps = math.ceil(windows / whole)
+    if knobs.max_steps > 0:
+        steps, windows = knobs.max_steps, knobs.max_steps * whole
+    return StepPlan(steps, whole, _micro_batch(knobs, whole, max_length, device_type), windows, note)
+
+
+def _micro_batch(knobs: TrainKnobs, whole: int, max_length: int, device_type: str) -> int:
+    if knobs.per_device_train_batch_size != "auto":
+        return knobs.per_device_train_batch_size
+    if knobs.gradient_accumulation_steps != "auto":
+        return whole // knobs.gradient_accumulation_steps
+    fitting = max(1, TOKENS_AT_ONCE[device_type] // max_length)
+    return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= fitting)
+
+
+def _global_batch(knobs: TrainKnobs, windows: int) -> tuple[int, str]:
+    whole, micro, times = (
+        knobs.global_batch_size, knobs.per_device_train_batch_size, knobs.gradient_accumulation_steps
+    )  # fmt: skip
+    if whole != "auto":
+        return whole, ""
+    if micro != "auto" and times != "auto":
+        return micro * times, ""
+    unit = micro if micro != "auto" else times if times != "auto" else 1
+    usual = max(DEFAULT_GLOBAL_BATCH, unit) // unit * unit
+    small = max(1, windows // FEWEST_STEPS // unit) * unit
+    if small >= usual:
+        return usual, ""
+    return small, f"a step takes {small} instead of {usual} windows, as the data set is small"
+
+
+def microbatches_of_step(
+    data: Prepared, plan: StepPlan, *, step: int, seed: int, pad_id: int
+) -> list[PackedBatch]:
+    """The packed micro-batches of one step (counted from 0): a function of the step alone."""
+    indices = windows_of_step(
+        len(data.windows), plan.global_batch_size, seed=seed, step=step, limit=plan.windows
+    )
+    return list(_collated(data, indices, plan.micro_batch_size, pad_id))
+
+
+def evaluation_batches(data: Prepared, *, micro_batch_size: int, pad_id: int) -> Iterator[PackedBatch]:
+    """Every window once, in order."""
+    return _collated(data, list(range(len(data.windows))), micro_batch_size, pad_id)
+
+
+def _collated(data: Prepared, indices: list[int], size: int, pad_id: int) -> Iterator[PackedBatch]:
+    for start in range(0, len(indices), size):
+        yield collate([data.window(index) for index in indices[start : start + size]], pad_id=pad_id)
