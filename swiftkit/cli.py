@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, read_config
-from swiftkit.config import ChatConfig, DownloadConfig, SftConfig, build
+from swiftkit.api import configure, configure_sft
+from swiftkit.config import ChatConfig, DownloadConfig, SftConfig
 from swiftkit.errors import UserError, nearest
 
 Words = list[str]
@@ -22,13 +23,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _dispatch(words)
+        sys.stdout.flush()
     except UserError as mistake:
         sys.exit(_complain(str(mistake)))
     except KeyboardInterrupt:
         print("\nswiftkit: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `swiftkit ls | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         sys.exit(0)
     sys.exit(0)
 
@@ -58,7 +60,7 @@ def _sft(words: Words) -> None:
         print(flags.describe(SftConfig, "sft"))
         return
     file, knobs = flags.parse(SftConfig, words)
-    config = configure(SftConfig, method="sft", knobs=knobs, file=file)
+    config = configure_sft(knobs, file=file)
     from rich.console import Console
 
     from swiftkit.methods import sft
@@ -71,7 +73,7 @@ def _chat(words: Words) -> None:
         print(flags.describe(ChatConfig, "chat"))
         return
     file, knobs = flags.parse(ChatConfig, words)
-    config = build(ChatConfig, knobs, {} if file is None else read_config(Path(file), method="chat"))
+    config = configure(ChatConfig, "chat", knobs, file=file)
     from swiftkit.generate.chat import chat
 
     chat(config)
@@ -83,7 +85,7 @@ def _download(words: Words) -> None:
         return
     name = [] if not words or words[0].startswith("--") else [words.pop(0)]
     _, knobs = flags.parse(DownloadConfig, words, file=False)
-    config = build(DownloadConfig, {**({"model": name[0]} if name else {}), **knobs})
+    config = configure(DownloadConfig, "download", {**({"model": name[0]} if name else {}), **knobs})
     from swiftkit.formats.named import open_model
 
     model = open_model(config.model, source=config.source, revision=config.revision)

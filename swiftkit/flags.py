@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from swiftkit import migrate
-from swiftkit.config import Config, canonical
-from swiftkit.errors import UserError, nearest
+from swiftkit.config import Config, canonical, unknown
+from swiftkit.errors import UserError
 from swiftkit.recipe_file import choices, to_yaml
 
-FILES = (".yaml", ".yml", ".json")
+YAML = (".yaml", ".yml")
+FILES = (*YAML, ".json")
 
 
 def parse(
@@ -51,24 +52,35 @@ def parse(
         values = [value] if equals else []
         while not equals and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        name, values = _known(schema, canonical(name), values)
+        late = next((value for value in values if file and value.endswith(YAML)), None)
+        if late is not None:
+            raise UserError(f"{late} is a config file: it comes first, before the flags")
+        name, renamed = knob_of(schema, name)
+        if name not in schema.model_fields:
+            raise UserError(unknown(schema, name))
         if name in knobs:
             raise UserError(f"--{name} is given twice")
+        values = [renamed.get(value, value) for value in values]
         knobs[name] = _value(schema.model_fields[name], name, values)
     return path, knobs
 
 
-def _known(schema: type[Config], name: str, values: list[str]) -> tuple[str, list[str]]:
-    """The knob that a flag means; ms-swift's words are translated, or refused with ours."""
-    if name in schema.model_fields:
-        return name, values
-    entry = migrate.lookup(name)
-    if entry is not None and entry.ours in schema.model_fields:
-        return entry.ours, [entry.values.get(value, value) for value in values]
-    if entry is not None:
+def knob_of(schema: type[Config], name: str) -> tuple[str, Mapping[str, str]]:
+    """The knob that a name means, and the values that are called otherwise here.
+
+    Dashes and underscores are one, and ms-swift's words are translated. A name that nobody knows stays: the
+    schema refuses it.
+
+    Raises:
+        UserError: for a word of ms-swift that has no knob here.
+    """
+    name = canonical(name)
+    entry = None if name in schema.model_fields else migrate.lookup(name)
+    if entry is None:
+        return name, {}
+    if entry.ours not in schema.model_fields:
         raise UserError(entry.sentence())
-    offer = nearest(name, schema.model_fields, say="; did you mean --{}?")
-    raise UserError(f"unknown flag --{name}{offer}")
+    return entry.ours, entry.values
 
 
 def _value(field: FieldInfo, name: str, values: list[str]) -> Any:

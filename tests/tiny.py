@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from swiftkit.data import Document, Origin, PackedBatch, collate
+from swiftkit.engine import Batch
 
 VOCABULARY = 272
 SIZES = dict(
@@ -68,10 +69,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model of a family, written to `folder`; returned in float32, eager attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     options = {**SIZES, **FAMILIES[family], **changes}
     config = AutoConfig.for_model(options.pop("model_type"), **options)
+    return _drawn(config, folder, seed=seed)
+
+
+def make_toy(folder: Path, *, seed: int = 0, tok: str = "plain", template: str | None = None) -> Any:
+    """The toy Llama of the cases with random weights, and a toy tokenizer beside it: a whole model folder."""
+    from transformers import AutoConfig
+
+    from tests.cases import toy
+
+    model = _drawn(AutoConfig.from_pretrained(toy.case("00-toy/model-dense.json")), folder, seed=seed)
+    tokenizer = toy.tokenizer(tok)
+    if template is not None:
+        tokenizer.chat_template = Path(toy.template(template)).read_text(encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def _drawn(config: Any, folder: Path, *, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -100,6 +121,11 @@ def documents(lengths: list[int], *, seed: int = 0) -> list[Document]:
 def packed(lengths: list[int], *, seed: int = 0) -> PackedBatch:
     """One window of random documents."""
     return collate([documents(lengths, seed=seed)], pad_id=0)
+
+
+def row(documents: list[Document]) -> Batch:
+    """One row on the CPU."""
+    return Batch.of(collate([documents], pad_id=0), device=torch.device("cpu"))
 
 
 def randomise_adapter(parameters: dict[str, torch.Tensor], *, seed: int = 0) -> None:

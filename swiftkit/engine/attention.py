@@ -99,10 +99,10 @@ def attend(
     q, k, v = query[0], key[0], value[0]  # [heads, tokens, head_dim]
     if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and attention_plan.store is None:
         return _varlen(q, k, v, attention_plan, rules)[None], None
-    return _by_segment(q, k, v, attention_plan, rules, layer).transpose(0, 1)[None], None
+    return by_segment(q, k, v, attention_plan, rules, layer).transpose(0, 1)[None], None
 
 
-def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules, layer: int) -> Tensor:
+def by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules, layer: int) -> Tensor:
     """Segment after segment, [heads, tokens, head_dim]: the reference, and the path of CPUs and decoding."""
     outputs = []
     pieces = zip(q.split(plan.lengths, 1), k.split(plan.lengths, 1), v.split(plan.lengths, 1), strict=True)
@@ -179,7 +179,9 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION, attend)
+    # Compiled blocks end before the attention and begin again behind it: what depends on the documents, whose
+    # number and lengths change with every batch, stays out of them, so nothing is compiled twice.
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 

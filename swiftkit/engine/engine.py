@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from swiftkit.engine.batch import Batch
 from swiftkit.engine.build import adapter_parameters, build_model
 from swiftkit.engine.families import logit_rule
+from swiftkit.engine.fused.adopt import FusedDecoderLayer
+from swiftkit.engine.fused.base import BaseKind
+from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.head import Head
 from swiftkit.engine.linear import Linear
 from swiftkit.errors import UserError
@@ -34,8 +37,10 @@ class Engine:
         self.config = model.config
         self.head = Head(model.get_output_embeddings().weight, logit_rule(model.config))  # type: ignore[operator]
         self.device = self.head.weight.device
+        fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())
+        self.layers = "fused" if fused else "plain"  # for people
         self.parameters = adapter_parameters(model)  # the trained tensors by name
-        self.linear_names = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        self.linear_names = [name for name, module in model.named_modules() if isinstance(module, Linear | FrozenLinear)]
 
     @classmethod
     def load(
@@ -46,9 +51,15 @@ class Engine:
         device: torch.device,
         lora: LoraSpec | None = None,
         seed: int = 42,
+        base: BaseKind = "plain",
+        fused: bool | None = None,
+        tokens: int = 0,
     ) -> Engine:
         """Build from a model folder; see `build_model`."""
-        return cls(build_model(folder, dtype=dtype, device=device, lora=lora, seed=seed))
+        model = build_model(
+            folder, dtype=dtype, device=device, lora=lora, seed=seed, base=base, fused=fused, tokens=tokens
+        )
+        return cls(model)
 
     @torch.no_grad()
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
@@ -85,14 +96,20 @@ class Engine:
             denominator: of the whole step, for example its trained tokens, so that a step does not depend on
                 how it is cut into micro-batches.
 
+        Raises:
+            UserError: when the device's memory is full.
+
         Returns:
             The method's sums over all micro-batches, still on the device.
         """
         totals: Sums = {}
-        for batch in microbatches:
-            sums = loss(self.head, self.hidden(batch), batch)
-            (sums["loss"] / denominator).backward()
-            _add(totals, sums)
+        try:
+            for batch in microbatches:
+                sums = loss(self.head, self.hidden(batch), batch)
+                (sums["loss"] / denominator).backward()
+                _add(totals, sums)
+        except torch.OutOfMemoryError as full:
+            raise UserError(_memory_is_full(self.device)) from full
         return totals
 
     @torch.no_grad()
@@ -104,6 +121,14 @@ class Engine:
             _add(totals, loss(self.head, self.hidden(batch), batch))
         self.model.train()
         return totals
+
+
+def _memory_is_full(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"the GPU's memory is full ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use); make "
+        "--per_device_train_batch_size or --max_length smaller, or take --base_precision fp8 or nf4"
+    )
 
 
 def _add(totals: Sums, sums: Sums) -> None:

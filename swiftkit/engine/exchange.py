@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.linear import Linear, LoraLinear
 from swiftkit.errors import UserError, nearest
 from swiftkit.formats.peft import LoraSpec
@@ -15,12 +16,13 @@ ALL_LINEAR = "all-linear"
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def exchange(model: nn.Module, spec: LoraSpec | None) -> list[str]:
+def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") -> list[str]:
     """Replace every `nn.Linear` of a model by ours; the targets of `spec` get an adapter.
 
     Args:
         model: a transformers causal language model with its parameters on the meta device.
         spec: the adapter, or None for a model that is only used.
+        kind: storage of the frozen weights; the output head always stays plain.
 
     Returns:
         The names of the adapted modules, in the model's order.
@@ -29,12 +31,14 @@ def exchange(model: nn.Module, spec: LoraSpec | None) -> list[str]:
         UserError: when a target matches nothing.
     """
     linears = list(_linears(model))
+    head = _head(model)
     targets = set() if spec is None else select_targets(model, spec.target_modules)
     for name, parent, leaf, module in linears:
+        own: BaseKind = "plain" if module is head else kind
         if spec is not None and name in targets:
-            setattr(parent, leaf, LoraLinear(module, spec))
+            setattr(parent, leaf, LoraLinear(module, spec, own))
         else:
-            setattr(parent, leaf, Linear(module))
+            setattr(parent, leaf, Linear(module, own))
     return [name for name, *_ in linears if name in targets]
 
 
@@ -44,7 +48,7 @@ def select_targets(model: nn.Module, wanted: tuple[str, ...]) -> set[str]:
     `all-linear` is every linear layer of the blocks; the output head and the routers of experts are reached
     only by their names.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _head(model)
     names = [name for name, _, _, _ in _linears(model)]
     heads = {name for name, _, _, module in _linears(model) if module is head}
     chosen: set[str] = set()
@@ -60,7 +64,14 @@ def select_targets(model: nn.Module, wanted: tuple[str, ...]) -> set[str]:
                 f"--target_modules {word} matches no linear layer{offer} (there are {', '.join(leaves)})"
             )
         chosen |= hits
+    if chosen & heads:
+        raise UserError(f"--target_modules: adapters on the output head ({min(heads)}) are not served yet")
     return chosen
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    return None if find is None else find()
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:

@@ -3,46 +3,83 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from swiftkit.engine.fused.base import BaseKind
 from swiftkit.errors import UserError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A device, and the precision of the frozen weights there."""
+    """A device, and how the frozen weights are stored and multiplied there.
+
+    Args:
+        device: where everything is.
+        base_precision: fp32, bf16, fp8 or nf4.
+        base: the storage that it means.
+    """
 
     device: torch.device
     base_precision: str
+    base: BaseKind
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of frozen weights and activations."""
-        return DTYPES[self.base_precision]
+        """Of activations, embeddings, norms and head."""
+        if self.base_precision in ("fp32", "bf16"):
+            return torch.float32 if self.base_precision == "fp32" else torch.bfloat16
+        # bf16 products are many times slower than fp32 on a CPU.
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
     def device_name(self) -> str:
         """For people."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def place(device: str, base_precision: str) -> Placement:
-    """`auto` is the GPU where there is one, with bf16; on a CPU fp32, as bf16 is many times slower there.
+def place(device: str, base_precision: str, nf4_compute: str = "bf16", *, fuses: bool = False) -> Placement:
+    """Choose what was left on `auto`.
+
+    Args:
+        device: auto, cpu or cuda; auto is the GPU where there is one.
+        base_precision: auto, fp32, bf16, fp8 or nf4. Auto is fp8 where it was measured to be faster (fused
+            layers on Hopper, see docs/performance.md), else bf16 on a GPU and fp32 on a CPU.
+        nf4_compute: bf16 or fp8, the products of an nf4 base.
+        fuses: whether fused layers serve the model.
+
+    Raises:
+        UserError: when a GPU is asked for and none is there, or the GPU has no FP8 products.
+    """
+    kind = find_device(device)
+    capability = torch.cuda.get_device_capability() if kind == "cuda" else (0, 0)
+    if base_precision == "auto":
+        base_precision = "fp32" if kind == "cpu" else "fp8" if fuses and capability == (9, 0) else "bf16"
+    computes_fp8 = base_precision == "fp8" or (base_precision == "nf4" and nf4_compute == "fp8")
+    if kind == "cuda" and computes_fp8 and capability < (8, 9):
+        raise UserError(f"this GPU ({torch.cuda.get_device_name()}) has no FP8 products; use bf16 or nf4")
+    return Placement(torch.device(kind), base_precision, _storage(base_precision, nf4_compute))
+
+
+def find_device(wanted: str) -> Literal["cpu", "cuda"]:
+    """`auto` is the GPU where there is one.
 
     Raises:
         UserError: when a GPU is asked for and none is there.
     """
     available = torch.cuda.is_available()
-    if device == "cuda" and not available:
+    if wanted == "cuda" and not available:
         raise UserError(
             "--device cuda: torch sees no GPU here; leave it on auto, or check driver and torch build"
         )
-    kind = "cuda" if available and device != "cpu" else "cpu"
-    if base_precision == "auto":
-        base_precision = "bf16" if kind == "cuda" else "fp32"
-    return Placement(torch.device(kind), base_precision)
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def _storage(base_precision: str, nf4_compute: str) -> BaseKind:
+    if base_precision == "nf4":
+        return "nf4-fp8" if nf4_compute == "fp8" else "nf4"
+    return "fp8" if base_precision == "fp8" else "plain"

@@ -17,15 +17,27 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Parts of PEFT's LoRA that change what an adapter computes and that we do not have.
+# Parts of PEFT's LoRA that change what an adapter computes or holds, and that we do not have.
 REFUSED = (
-    "use_dora",
-    "rank_pattern",
+    "alora_invocation_tokens",
     "alpha_pattern",
-    "modules_to_save",
-    "layer_replication",
+    "arrow_config",
     "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "monteclora_config",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
 )
+# First values that leave the base as it is; others (PiSSA, OLoRA, LoftQ, ...) take them out of its weights.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -88,30 +100,49 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, Tensor]]:
     """Read a PEFT LoRA adapter: its shape, targets by whole name, and tensors named as in `save_adapter`.
 
     Raises:
-        UserError: for a folder without one, or one that uses parts of PEFT's LoRA that we do not have.
+        UserError: for a folder without one, with damaged files, or with an adapter that uses parts of PEFT's
+            LoRA that we do not have.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: it is not an adapter")
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    unknown = [name for name in REFUSED if config.get(name)]
-    if config.get("peft_type") != "LORA" or unknown or config.get("bias", "none") != "none":
-        what = ", ".join(unknown) or f"{config.get('peft_type')} with bias {config.get('bias')}"
-        raise UserError(f"{folder / CONFIG}: adapters with {what} are not served")
-    tensors = {
-        name.removeprefix(PREFIX).removesuffix(".weight"): tensor
-        for name, tensor in load_file(folder / WEIGHTS).items()
-    }
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    spec = LoraSpec(
-        rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
-        dropout=float(config.get("lora_dropout", 0.0)),
-    )
+    spec = _read_config(folder / CONFIG)
+    try:
+        found = load_file(folder / WEIGHTS)
+    except SafetensorError as broken:
+        raise UserError(f"{folder / WEIGHTS} is cut or damaged ({broken}); take another checkpoint") from None
+    tensors = {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
+    odd = next((name for name in tensors if not name.endswith((".lora_A", ".lora_B"))), None)
+    if odd is not None:
+        raise UserError(f"{folder / WEIGHTS}: adapters with {odd} are not served")
     targets = sorted({name.rpartition(".")[0] for name in tensors})
     return replace(spec, target_modules=tuple(targets)), tensors
+
+
+def _read_config(path: Path) -> LoraSpec:
+    """Rank, alpha and dropout of PEFT's config, once it is sure that nothing else matters."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as broken:
+        raise UserError(f"{path} is not JSON ({broken}); take another checkpoint") from None
+    refused = [name for name in REFUSED if config.get(name)]
+    if config.get("peft_type") != "LORA":
+        refused.append(f"peft_type {config.get('peft_type')}")
+    if config.get("bias", "none") != "none":
+        refused.append(f"bias {config['bias']}")
+    if config.get("init_lora_weights") not in PLAIN_STARTS:
+        refused.append(f"init_lora_weights {config['init_lora_weights']}")
+    if refused:
+        raise UserError(f"{path}: adapters with {', '.join(refused)} are not served")
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    return LoraSpec(
+        rank=rank,
+        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # scaled by alpha / sqrt(rank)
+        dropout=float(config.get("lora_dropout", 0.0)),
+    )
 
 
 def _shortest(targets: set[str], linear_names: set[str]) -> list[str]:

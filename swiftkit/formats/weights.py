@@ -11,6 +11,7 @@ from swiftkit.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -18,7 +19,7 @@ class Weights:
     """The tensors of a model folder, by name. Files stay mapped; nothing is read before it is asked for.
 
     Raises:
-        UserError: for a folder without safetensors, or one whose index names a missing file.
+        UserError: for a folder without safetensors, or with files that are missing, cut or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -50,9 +51,13 @@ class Weights:
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """The model's weight files; what else lies beside them, another format's copy say, is left alone."""
     index = folder / INDEX
     if index.is_file():
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index} is cut or damaged; download the model again") from None
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise UserError(
@@ -60,6 +65,8 @@ def _files_of(folder: Path) -> list[Path]:
                 "download the model again"
             )
         return [folder / name for name in named]
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = next(folder.glob("*.bin"), None)

@@ -77,5 +77,7 @@ def _next(
         targets=last.new_empty(0),
         plan=plan,
     )
-    chosen: list[int] = sampler(engine.head.logits(engine.hidden(batch)[last])).tolist()
+    with torch.compiler.set_stance("force_eager"):  # every row has another length
+        hidden = engine.hidden(batch)
+    chosen: list[int] = sampler(engine.head.logits(hidden[last])).tolist()
     return chosen

@@ -46,7 +46,13 @@ class Session:
 
     @classmethod
     def open(cls, config: ChatConfig, *, say: Callable[[str], None] = print) -> Session:
-        """Load what the config names; an adapter's `args.json` brings model, template and precision back."""
+        """Load what the config names; an adapter's `args.json` brings back what it was trained with.
+
+        That is model, precision and system message; the tokenizer beside the adapter has the template.
+
+        Raises:
+            UserError: for a model or an adapter that is not there, or two that do not fit.
+        """
         checkpoint = None if config.adapters is None else find_checkpoint(Path(config.adapters))
         known: dict[str, Any] = {} if checkpoint is None else _settings(checkpoint)
         name = config.model or known.get("model")
@@ -55,7 +61,7 @@ class Session:
         wanted = (
             config.base_precision if config.base_precision != "auto" else known.get("base_precision", "auto")
         )
-        placement = place(config.device, wanted)
+        placement = place(config.device, wanted, known.get("nf4_compute", "bf16"))
         model = open_model(
             name,
             source=known.get("model_source", "auto") if config.model is None else config.model_source,
@@ -63,8 +69,11 @@ class Session:
             say=say,
         )
         spec, tensors = (None, {}) if checkpoint is None else load_adapter(checkpoint)
-        engine = Engine.load(model.path, dtype=placement.dtype, device=placement.device, lora=spec)
+        engine = Engine.load(
+            model.path, dtype=placement.dtype, device=placement.device, base=placement.base, lora=spec
+        )
         engine.load_adapter(tensors)
+        config = config.with_changes(system=known.get("system") if config.system is None else config.system)
         own = checkpoint is not None and (checkpoint / "tokenizer.json").is_file()
         tokenizer = load_tokenizer(checkpoint if own and checkpoint else model.path, config.chat_template)
         return cls(engine, tokenizer, stops=stop_ids(tokenizer, model.path), config=config)
@@ -74,33 +83,55 @@ class Session:
         return "".join(self.stream(prompt))
 
     def stream(self, prompt: str) -> Iterator[str]:
-        """The answer, piece by piece as it comes; both messages then belong to the conversation."""
+        """The answer, piece by piece as it comes.
+
+        Both messages then belong to the conversation, also when the answer is cut off.
+
+        Raises:
+            UserError: when the conversation fills the model's context.
+        """
         asked = [*self.messages, {"role": "user", "content": prompt}]
+        read = prompt_ids(self.tokenizer, asked)
         ids: list[int] = []
-        told = ""
         steps = stream(
             self.engine,
-            [prompt_ids(self.tokenizer, asked)],
-            max_new_tokens=self.config.max_new_tokens,
+            [read],
+            max_new_tokens=min(self.config.max_new_tokens, self._room_for_answer(len(read))),
             stop_ids=self.stops,
             sampler=self._sampler,
         )
+        try:
+            yield from self._pieces(steps, ids)
+        finally:
+            self.messages = [*asked, {"role": "assistant", "content": _decode(self.tokenizer, ids)}]
+
+    def _pieces(self, steps: Iterator[list[tuple[int, int]]], ids: list[int]) -> Iterator[str]:
+        """New text after each step, whole characters only; `ids` takes the tokens."""
+        told = ""
         for step in steps:
             ids.append(step[0][1])
             text = _decode(self.tokenizer, ids)
-            if not text.endswith(UNFINISHED):
+            if not text.endswith(UNFINISHED) and text != told:
                 yield text[len(told) :]
                 told = text
         rest = _decode(self.tokenizer, ids)
         if rest != told:
             yield rest[len(told) :]
-        self.messages = [*asked, {"role": "assistant", "content": rest}]
+
+    def _room_for_answer(self, tokens: int) -> int:
+        context = getattr(self.engine.config, "max_position_embeddings", None)
+        if context is None:
+            return self.config.max_new_tokens
+        if tokens >= context:
+            raise UserError(
+                f"the conversation has {tokens:,} tokens and the model reads {context:,}; start a new one"
+            )
+        return int(context) - tokens
 
     def forget(self) -> None:
         """Start a new conversation."""
-        self.messages = (
-            [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
-        )
+        system = self.config.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
 
 
 def answer_all(

@@ -11,8 +11,10 @@ from torch import Tensor
 from swiftkit.config import SftConfig
 from swiftkit.data import Prepared, prepare
 from swiftkit.data.tokenizer import load_tokenizer
-from swiftkit.engine import Batch, Engine, Head, Sums
-from swiftkit.engine.placement import place
+from swiftkit.engine import Batch, Engine, Head, LoraSpec, Sums
+from swiftkit.engine.build import check_model
+from swiftkit.engine.fused.adopt import why_not
+from swiftkit.engine.placement import find_device, place
 from swiftkit.formats.named import open_model
 from swiftkit.train.job import Job
 from swiftkit.train.loop import fit
@@ -34,10 +36,17 @@ def run(config: SftConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    placement = place(config.device, config.base_precision)
+    find_device(config.device)  # what cannot be had is said before anything is fetched
     model = open_model(config.model, source=config.model_source, revision=config.revision, say=console.print)
+    lora = LoraSpec(config.lora_rank, config.lora_alpha, config.lora_dropout, tuple(config.target_modules))
+    description = check_model(model.path, lora)
+    fuses = why_not(description, lora) is None
+    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=fuses)
     tokenizer = load_tokenizer(model.path, config.chat_template)
     data, evaluation = prepare_data(config, tokenizer)
+    for part in (data, evaluation):
+        if part is not None:
+            check_vocabulary(part, description.vocab_size)
     plan = plan_steps(
         config, num_windows=len(data.windows), max_length=data.max_length, device_type=placement.device.type
     )
@@ -57,10 +66,17 @@ def run(config: SftConfig, console: Console) -> Run:
         evaluation=evaluation,
         plan=plan,
         placement=placement,
+        lora=lora,
         console=console,
     )
     engine = Engine.load(
-        model.path, dtype=placement.dtype, device=placement.device, lora=job.lora, seed=config.seed
+        model.path,
+        dtype=placement.dtype,
+        device=placement.device,
+        base=placement.base,
+        lora=lora,
+        seed=config.seed,
+        tokens=plan.pad_to or 0,
     )
     with job.begin(engine) as log:
         fit(
@@ -92,3 +108,18 @@ def prepare_data(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> tuple
     if config.val_dataset:
         return data, packed(config.val_dataset, max_length=data.max_length)
     return data, data.evaluation
+
+
+def check_vocabulary(data: Prepared, size: int) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        UserError: naming the first row with one.
+    """
+    for document in data.documents:
+        largest = int(document.ids.max())
+        if largest >= size:
+            raise document.origin.error(
+                f"the tokenizer makes token {largest} of it, the model has {size} (from 0); "
+                "take the tokenizer that belongs to the model"
+            )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
 from swiftkit.config import SftConfig
 from swiftkit.data import Message, Prepared
 from swiftkit.data.tokenizer import stop_ids
 from swiftkit.engine import Engine, LoraSpec
 from swiftkit.engine.placement import Placement
+from swiftkit.formats.named import locate
 from swiftkit.formats.source import LocalModel
 from swiftkit.generate.session import answer_all
 from swiftkit.train.checkpoint import save_checkpoint
@@ -23,6 +27,8 @@ from swiftkit.train.steps import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+LABEL = 10  # columns of what stands in front of a line for people
 
 
 class Job:
@@ -36,6 +42,7 @@ class Job:
         data, evaluation: packed windows.
         plan: steps and batch sizes.
         placement: device and precision.
+        lora: shape of the adapter.
         console: where people look.
     """
 
@@ -50,24 +57,23 @@ class Job:
         evaluation: Prepared | None,
         plan: StepPlan,
         placement: Placement,
+        lora: LoraSpec,
         console: Console,
     ):
         self.method, self.config, self.model, self.tokenizer = method, config, model, tokenizer
         self.data, self.evaluation, self.plan, self.placement = data, evaluation, plan, placement
         self.console = console
-        self.lora = LoraSpec(
-            config.lora_rank, config.lora_alpha, config.lora_dropout, tuple(config.target_modules)
-        )
+        self.lora = lora
         self.pad_id = int(tokenizer.pad_token_id or 0)  # of tokens that nothing looks at
-        self.folder = create_folder(config.output_dir, config.model)
         self._stops = stop_ids(tokenizer, model.path)
         self._prompts = self._sample_prompts()
         self._before: list[str] = []
-        self._record()
 
     def begin(self, engine: Engine) -> Log:
-        """Say what will happen, answer the sample prompts once, and open the log."""
-        self._header(engine)
+        """Make the run folder, say what will happen, answer the sample prompts once, and open the log."""
+        self.folder = create_folder(self.config.output_dir, self.config.model)
+        self._record()
+        self._say(*self._header(engine))
         self._before = self._answers(engine)
         return Log(
             self.folder,
@@ -85,7 +91,7 @@ class Job:
             engine=engine,
             spec=self.lora,
             tokenizer=self.tokenizer,
-            base_model=self.config.model,
+            base_model=base_for_others(self.config.model),
             keep=self.config.save_total_limit,
         )
 
@@ -99,8 +105,20 @@ class Job:
         ]
         write_samples(self.folder, samples)
         for sample in samples:
-            self._say(f"\nprompt  {sample['prompt']}\nbefore  {sample['before']}\nafter   {sample['after']}")
-        self._say(f"\nrun     {self.folder}\ntalk    swiftkit chat --adapters {run.adapter_dir}")
+            self._say("", *(f"{label:<{LABEL}}{text}" for label, text in sample.items()))
+        losses = run.metrics["loss"].dropna()
+        self._say(
+            "",
+            f"trained   loss {losses.iloc[0]:.4f} at first, {losses.iloc[-1]:.4f} at last",
+            f"run       {self.folder}",
+        )
+        # One line, however long: to be copied.
+        self.console.print(
+            f"talk      swiftkit chat --adapters {run.adapter_dir}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         return run
 
     def _sample_prompts(self) -> list[list[Message]]:
@@ -112,13 +130,15 @@ class Job:
     def _answers(self, engine: Engine) -> list[str]:
         if not self._prompts:
             return []
-        return answer_all(
-            engine,
-            self.tokenizer,
-            self._prompts,
-            max_new_tokens=self.config.sample_max_new_tokens,
-            stops=self._stops,
-        )
+        terminal = self.console.is_terminal
+        with self.console.status("answering the sample prompts") if terminal else nullcontext():
+            return answer_all(
+                engine,
+                self.tokenizer,
+                self._prompts,
+                max_new_tokens=self.config.sample_max_new_tokens,
+                stops=self._stops,
+            )
 
     def _record(self) -> None:
         """Write what the run is made of, before it starts."""
@@ -140,26 +160,43 @@ class Job:
         text = json.dumps(report, indent=2, ensure_ascii=False)
         (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
-    def _header(self, engine: Engine) -> None:
+    def _header(self, engine: Engine) -> list[str]:
         trained = sum(parameter.numel() for parameter in engine.parameters.values())
-        plan = self.plan
-        self._say(f"model     {self.config.model} from {self.model.source}, {self.model.fingerprint[:12]}")
-        if self.model.note:
-            self._say(f"          {self.model.note}")
-        self._say(f"base      {self.placement.base_precision} on {self.placement.device_name}")
-        self._say(f"adapter   LoRA rank {self.lora.rank}, alpha {self.lora.alpha:g}, {trained:,} parameters")
-        for line in self.data.report.lines():
-            self._say(line)
-        if self.evaluation is not None:
-            self._say(f"evaluated {self.evaluation.report.rows_kept:,} rows")
-        self._say(
+        plan, report = self.plan, self.data.report
+        precision = self.placement.base_precision
+        numerics = (
+            " (8-bit products: results differ a little from bf16)" if "fp8" in self.placement.base else ""
+        )
+        lines = [
+            f"model     {self.config.model} from {self.model.source}, {self.model.fingerprint[:12]}",
+            f"          {self.model.note}",
+            f"base      {precision} on {self.placement.device_name}{numerics}, {engine.layers} layers",
+            f"adapter   LoRA rank {self.lora.rank}, alpha {self.lora.alpha:g}, {trained:,} parameters",
+            *report.lines(),
+            f"evaluated {self.evaluation.report.rows_kept:,} rows" if self.evaluation else "",
             f"steps     {plan.steps:,} of {plan.global_batch_size} windows "
             f"({plan.gradient_accumulation_steps} x {plan.micro_batch_size}), "
-            f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}"
-        )
-        if plan.note:
-            self._say(f"          {plan.note}")
-        self._say(f"run       {self.folder}")
+            f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}",
+            f"          {plan.note}",
+            f"run       {self.folder}",
+        ]
+        return [line for line in lines if line.strip()]
 
-    def _say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+    def _say(self, *lines: str) -> None:
+        """Print lines whose first columns are a label; where a screen is too narrow, the rest is indented."""
+        console = self.console
+        if console.is_terminal or console.is_jupyter:
+            lines = tuple(_wrapped(line, console) for line in lines)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _wrapped(line: str, console: Console) -> str:
+    """The line broken between words."""
+    parts = Text(line[LABEL:]).wrap(console, max(console.width - LABEL, 20), no_wrap=False)
+    return line[:LABEL] + f"\n{' ' * LABEL}".join(part.plain.rstrip() for part in parts)
+
+
+def base_for_others(model: str) -> str:
+    """What PEFT's config calls the base: a hub id or an absolute folder; others know no names of ours."""
+    where = locate(model)
+    return where.hf or str(Path(model).resolve())

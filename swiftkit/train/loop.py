@@ -106,7 +106,7 @@ def step(
 
 def evaluate(engine: Engine, data: Prepared, loss: Loss, *, plan: StepPlan, pad_id: int) -> dict[str, float]:
     """Mean loss a trained token, and its perplexity."""
-    batches = list(evaluation_batches(data, micro_batch_size=plan.micro_batch_size, pad_id=pad_id))
+    batches = list(evaluation_batches(data, plan, pad_id=pad_id))
     sums = engine.evaluate((Batch.of(b, device=engine.device) for b in batches), loss)
     mean = float(sums["loss"]) / sum(b.trained_tokens for b in batches)
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from matplotlib.figure import Figure  # without pyplot: no global state, no display
+from pandas import DataFrame
 
 CURVES = {
     "loss": ("loss", "loss a trained token"),
@@ -16,12 +15,19 @@ CURVES = {
 }
 
 
+class Curve(Figure):
+    """A figure that a notebook shows by itself."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png", dpi=120)
+        return buffer.getvalue()
+
+
 def curve(metrics: DataFrame, name: str) -> Figure:
     """One curve over the steps; the loss comes with the evaluation's where there is one."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
     column, label = CURVES[name]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Curve(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     known = metrics.dropna(subset=[column])
     axes.plot(

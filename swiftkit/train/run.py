@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkit.errors import UserError
-from swiftkit.train import plots
 from swiftkit.train.log import FILE
 
 if TYPE_CHECKING:
@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 ARGS = "args.json"
 SAMPLES = "samples.json"
 PACKAGES = ("swiftkit", "torch", "transformers", "tokenizers", "safetensors")
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Make the folder that runs go to.
+
+    Raises:
+        UserError: when nothing can be written there.
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            return
+    except FileExistsError:
+        raise UserError(f"--output_dir {output_dir} is a file; give a folder") from None
+    except OSError as failure:
+        raise UserError(
+            f"--output_dir {output_dir}: {failure.strerror or failure}; give a folder that can be written to"
+        ) from None
 
 
 def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -> Path:
@@ -47,8 +65,22 @@ def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -
 
 def write_args(folder: Path, *, method: str, config: dict[str, Any], facts: dict[str, Any]) -> None:
     """Write `args.json`: the resolved config (it replays the run), versions, and what the run was made of."""
-    content = {"method": method, "config": config, "versions": versions(), **facts}
+    content = {"method": method, "config": _anywhere(config), "versions": versions(), **facts}
     (folder / ARGS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _anywhere(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with absolute paths in place of relative ones: it holds in every working directory."""
+
+    def absolute(value: str) -> str:
+        for path, rows in ((value, ""), (value.rpartition("#")[0], f"#{value.rpartition('#')[2]}")):
+            if path and Path(path).exists():
+                return f"{Path(path).resolve()}{rows}"
+        return value
+
+    files = {name: [absolute(source) for source in config[name]] for name in ("dataset", "val_dataset")}
+    model = config["model"]
+    return {**config, **files, "model": absolute(model) if Path(model).is_dir() else model}
 
 
 def versions() -> dict[str, str]:
@@ -121,6 +153,8 @@ class Run:
 
     def plot(self, curve: str = "loss") -> Figure:
         """A matplotlib figure of `loss`, `learning_rate` or `tokens_per_second` over the steps."""
+        from swiftkit.train import plots
+
         if curve not in plots.CURVES:
             raise UserError(f"no curve {curve!r}; there are {', '.join(plots.CURVES)}")
         return plots.curve(self.metrics, curve)

@@ -11,6 +11,7 @@ from swiftkit.data import PackedBatch, Prepared, collate, windows_of_run, window
 
 DEFAULT_GLOBAL_BATCH = 8
 FEWEST_STEPS = 50
+ROW_MULTIPLE = 128  # of tokens: tiles of the kernels
 TOKENS_AT_ONCE = {"cuda": 16_384, "cpu": 4_096}
 
 
@@ -23,6 +24,8 @@ class StepPlan:
         global_batch_size: windows a step.
         micro_batch_size: windows that go through the model at once.
         windows: windows over the whole run; the last step may be smaller.
+        pad_to: tokens of every micro-batch, padding included, so that compiled blocks see one shape; None on
+            a CPU, where nothing is compiled and padding would only cost.
         note: why a step is smaller than usual, or an empty string.
     """
 
@@ -30,6 +33,7 @@ class StepPlan:
     global_batch_size: int
     micro_batch_size: int
     windows: int
+    pad_to: int | None = None
     note: str = ""
 
     @property
@@ -41,11 +45,15 @@ class StepPlan:
 def plan_steps(knobs: TrainKnobs, *, num_windows: int, max_length: int, device_type: str) -> StepPlan:
     """Turn batch sizes, epochs and `max_steps` into a number of steps."""
     windows = windows_of_run(num_windows, knobs.num_train_epochs)
-    whole, note = _global_batch(knobs, windows)
+    # A small data set gets smaller steps, for FEWEST_STEPS of them; where their number is given, a step only
+    # takes no window twice.
+    whole, note = _global_batch(knobs, num_windows if knobs.max_steps > 0 else windows // FEWEST_STEPS)
     steps = math.ceil(windows / whole)
     if knobs.max_steps > 0:
         steps, windows = knobs.max_steps, knobs.max_steps * whole
-    return StepPlan(steps, whole, _micro_batch(knobs, whole, max_length, device_type), windows, note)
+    micro = _micro_batch(knobs, whole, max_length, device_type)
+    pad_to = math.ceil(micro * max_length / ROW_MULTIPLE) * ROW_MULTIPLE if device_type == "cuda" else None
+    return StepPlan(steps, whole, micro, windows, pad_to, note)
 
 
 def _micro_batch(knobs: TrainKnobs, whole: int, max_length: int, device_type: str) -> int:
@@ -57,7 +65,8 @@ def _micro_batch(knobs: TrainKnobs, whole: int, max_length: int, device_type: st
     return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= fitting)
 
 
-def _global_batch(knobs: TrainKnobs, windows: int) -> tuple[int, str]:
+def _global_batch(knobs: TrainKnobs, most: int) -> tuple[int, str]:
+    """Windows a step, at most `most` where nobody asked for a number; and a word where that is few."""
     whole, micro, times = (
         knobs.global_batch_size, knobs.per_device_train_batch_size, knobs.gradient_accumulation_steps
     )  # fmt: skip
@@ -67,7 +76,7 @@ def _global_batch(knobs: TrainKnobs, windows: int) -> tuple[int, str]:
         return micro * times, ""
     unit = micro if micro != "auto" else times if times != "auto" else 1
     usual = max(DEFAULT_GLOBAL_BATCH, unit) // unit * unit
-    small = max(1, windows // FEWEST_STEPS // unit) * unit
+    small = max(1, most // unit) * unit
     if small >= usual:
         return usual, ""
     return small, f"a step takes {small} instead of {usual} windows, as the data set is small"
@@ -80,14 +89,16 @@ def microbatches_of_step(
     indices = windows_of_step(
         len(data.windows), plan.global_batch_size, seed=seed, step=step, limit=plan.windows
     )
-    return list(_collated(data, indices, plan.micro_batch_size, pad_id))
+    return list(_collated(data, indices, plan, pad_id))
 
 
-def evaluation_batches(data: Prepared, *, micro_batch_size: int, pad_id: int) -> Iterator[PackedBatch]:
+def evaluation_batches(data: Prepared, plan: StepPlan, *, pad_id: int) -> Iterator[PackedBatch]:
     """Every window once, in order."""
-    return _collated(data, list(range(len(data.windows))), micro_batch_size, pad_id)
+    return _collated(data, list(range(len(data.windows))), plan, pad_id)
 
 
-def _collated(data: Prepared, indices: list[int], size: int, pad_id: int) -> Iterator[PackedBatch]:
+def _collated(data: Prepared, indices: list[int], plan: StepPlan, pad_id: int) -> Iterator[PackedBatch]:
+    size = plan.micro_batch_size
     for start in range(0, len(indices), size):
-        yield collate([data.window(index) for index in indices[start : start + size]], pad_id=pad_id)
+        windows = [data.window(index) for index in indices[start : start + size]]
+        yield collate(windows, pad_id=pad_id, pad_to=plan.pad_to)

@@ -1,0 +1,1 @@
+"""One short file a peer: each trains the same workload through its own library."""

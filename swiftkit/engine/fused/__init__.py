@@ -1,0 +1,1 @@
+"""The decoder layer of the Llama shape with hand-written forward and backward: see `layer.FusedLlamaLayer`."""

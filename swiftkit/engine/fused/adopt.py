@@ -1,0 +1,147 @@
+"""Decoder layers of transformers' models, exchanged whole for fused ones where family and adapter allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swiftkit.engine.attention import AttentionPlan
+from swiftkit.engine.exchange import select_targets
+from swiftkit.engine.fused.base import BaseKind
+from swiftkit.engine.fused.layer import LINEARS, FusedLlamaLayer, LayerShape
+from swiftkit.engine.fused.memory import MemoryPolicy, choose
+from swiftkit.engine.fused.step import Surroundings
+from swiftkit.engine.head import CHUNK_BYTES
+from swiftkit.engine.kernels.rope import Heads
+from swiftkit.errors import UserError
+from swiftkit.formats.peft import LoraSpec
+
+LAYERS = "model.layers"
+
+
+class FusedDecoderLayer(FusedLlamaLayer):
+    """A fused layer that is called as transformers calls its own."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_plan: AttentionPlan,
+        **_: Any,
+    ) -> Tensor:
+        """[1, tokens, hidden] to the same.
+
+        Args:
+            hidden_states: the residual stream.
+            position_embeddings: cosine and sine, [1, tokens, head_dim] each.
+            attention_plan: who may look at whom.
+        """
+        cos, sin = position_embeddings
+        around = Surroundings(cos[0], sin[0], attention_plan)
+        return super().forward(hidden_states[0], around)[None]
+
+
+def fuse_layers(
+    model: nn.Module,
+    lora: LoraSpec | None,
+    *,
+    base: BaseKind,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int = 0,
+    required: bool = False,
+) -> bool:
+    """Exchange every decoder layer, on the meta device, for a fused one with room for its weights.
+
+    Args:
+        model: as transformers describes it.
+        lora: the adapter, or None.
+        base: storage of the frozen weights.
+        dtype, device: of the layers.
+        tokens: of the largest micro-batch; the memory policy is chosen for it, where it is given.
+        required: raise instead of leaving the model as it is.
+
+    Returns:
+        Whether the layers were exchanged.
+
+    Raises:
+        UserError: when fused layers are required and cannot serve.
+    """
+    reason = why_not(model.config, lora)
+    if reason is not None:
+        if required:
+            raise UserError(f"fused layers cannot serve here: {reason}")
+        return False
+    shape = layer_shape(model.config)
+    targets = set() if lora is None else select_targets(model, lora.target_modules)
+    layers = model.get_submodule(LAYERS)
+    policy = _policy(model, shape, base, tokens, device)
+    for index, _ in enumerate(layers.children()):
+        adapters = {name: lora for name in LINEARS if lora and f"{LAYERS}.{index}.{name}" in targets}
+        fused = FusedDecoderLayer(
+            shape,
+            base=base,
+            lora=adapters,
+            dtype=dtype,
+            device=device,
+            index=index,
+            two_copies=policy.two_copies,
+            recompute_mlp=policy.recompute_mlp,
+        )
+        layers[index] = fused  # type: ignore[operator]
+    return True
+
+
+def _policy(
+    model: nn.Module, shape: LayerShape, base: BaseKind, tokens: int, device: torch.device
+) -> MemoryPolicy:
+    if not tokens or device.type != "cuda":
+        return MemoryPolicy()
+    config: Any = model.config
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    free, _ = torch.cuda.mem_get_info(device)
+    return choose(
+        shape,
+        base,
+        layers=config.num_hidden_layers,
+        tokens=tokens,
+        free=free,
+        other=2 * embeddings + 3 * CHUNK_BYTES["cuda"],
+    )
+
+
+def why_not(config: Any, lora: LoraSpec | None) -> str | None:
+    """What keeps fused layers from serving a model, or None where they can."""
+    family = config.model_type
+    if family not in ("llama", "mistral", "qwen2"):
+        return f"there are none for the family {family}"
+    if family == "mistral" and config.sliding_window is not None:
+        return "a sliding window"
+    if family == "qwen2" and config.use_sliding_window:
+        return "a sliding window"
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        return "biases"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act}"
+    if lora is not None and lora.dropout:
+        return "LoRA dropout"
+    try:
+        layer_shape(config).check()
+    except ValueError as limit:
+        return str(limit)
+    return None
+
+
+def layer_shape(config: Any) -> LayerShape:
+    """The numbers of the family's decoder layers."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return LayerShape(
+        hidden=config.hidden_size,
+        inter=config.intermediate_size,
+        heads=Heads(config.num_attention_heads, config.num_key_value_heads, width),
+        eps=config.rms_norm_eps,
+        qkv_bias=config.model_type == "qwen2",
+    )

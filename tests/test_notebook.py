@@ -1,0 +1,74 @@
+"""The notebook runs from top to bottom, and shows what it promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+MODEL = "SWIFTKIT_NOTEBOOK_MODEL"
+
+
+def executed(folder: Path) -> dict[str, list[Any]]:
+    """Run the notebook in a folder; gives the outputs of each code cell by its first line."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return {cell.source.splitlines()[0]: cell.outputs for cell in cells}
+
+
+def result(outputs: list[Any]) -> Any:
+    (only,) = outputs
+    assert only.output_type == "execute_result", only
+    return only.data
+
+
+def check(shown: dict[str, list[Any]]) -> None:
+    training = next(outputs for line, outputs in shown.items() if line.startswith("run = "))
+    texts = [output.get("data", {}).get("text/plain", "") for output in training]
+    assert all(output.output_type == "display_data" for output in training), training
+    progress = [text for text in texts if text.startswith("step ")]
+    assert len(progress) == 1 and progress[0].endswith(" 0:00:00 left"), progress  # one line, written over
+    assert len(training) <= 8  # and little else: no line a step
+    assert any("trained   loss" in text for text in texts)
+    picture = result(shown["run.plot()"])
+    assert len(picture["image/png"]) > 5_000
+    assert "<table" in result(shown["pd.DataFrame(run.samples)"])["text/html"]
+    steps = progress[0].split()[1].split("/")
+    assert steps[0] == steps[1] and f"checkpoint-{steps[0]}" in result(shown["run.adapter_dir"])["text/plain"]
+
+
+def test_outputs_are_not_kept_in_the_file() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+
+
+def test_the_quickstart_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make_toy(tmp_path / "toy", template="chatml")
+    monkeypatch.setenv(MODEL, "toy")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown = executed(tmp_path)
+    check(shown)
+    assert list((tmp_path / "output" / "toy").glob("v0-*/checkpoint-*/adapter_model.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quickstart_on_the_real_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(MODEL, raising=False)
+    shown = executed(tmp_path)
+    check(shown)
+    for question in ("session = run.chat()", 'session.ask("And who made you?")'):
+        assert "Gull Rock" in result(shown[question])["text/plain"]
