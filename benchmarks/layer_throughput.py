@@ -40,8 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--documents", type=int, default=4, help="a step")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a document")
+    parser.add_argument("--uneven", action="store_true", help="documents of 1/2 and 3/2 of the length")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8, help="timed, after three to warm up")
+    parser.add_argument("--steps", type=int, default=8, help="timed back to back, after three to warm up")
     parser.add_argument("--one_copy", action="store_true", help="FP8 weights without the transposed copy")
     parser.add_argument("--fp8_head", action="store_true", help="the head's gradient product in FP8")
     parser.add_argument("--recompute_mlp", action="store_true")
@@ -95,12 +96,16 @@ def fill(layer: FusedLlamaLayer, *, seed: int) -> None:
 
 
 def surroundings(args: argparse.Namespace, shape: LayerShape) -> Surroundings:
-    """Rotary tables and plan of `documents` documents of `length` tokens."""
+    """Rotary tables and plan of the documents."""
     device = torch.device("cuda")
     frequencies = 500000.0 ** -(torch.arange(0, shape.heads.width, 2, device=device) / shape.heads.width)
-    angles = torch.arange(args.length, device=device)[:, None] * frequencies
-    angles = torch.cat([angles, angles], 1).repeat(args.documents, 1)
-    plan = AttentionPlan.of([args.length] * args.documents, device=device)
+    lengths = [args.length] * args.documents
+    if args.uneven:
+        lengths = [args.length // 2, args.length * 3 // 2] * (args.documents // 2)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    angles = positions[:, None] * frequencies
+    angles = torch.cat([angles, angles], 1)
+    plan = AttentionPlan.of(lengths, device=device)
     return Surroundings(angles.cos().bfloat16(), angles.sin().bfloat16(), plan)
 
 
@@ -163,7 +168,7 @@ def main() -> None:
     optimizer.zero_grad(set_to_none=True)
     step(), step()
     torch.cuda.reset_peak_memory_stats()
-    result["step_ms"] = median_ms(step, args.steps)
+    result["step_ms"] = median_ms(lambda: [step() for _ in range(args.steps)], 1) / args.steps
     result["tokens_per_s"] = count / float(result["step_ms"]) * 1e3
     result["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30

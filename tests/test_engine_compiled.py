@@ -25,7 +25,8 @@ DOCUMENTS = [[13, 4, 22], [9, 30], [5, 5, 5, 5, 20], [40], [3, 37]]
 def test_no_recompile_after_the_first_step(family: str, tmp_path: Path) -> None:
     tiny.make(family, tmp_path)
     eager, compiled = (
-        Engine.load(tmp_path, dtype=torch.float32, device=CPU, lora=LoraSpec(rank=4, alpha=8)) for _ in range(2)
+        Engine.load(tmp_path, dtype=torch.float32, device=CPU, lora=LoraSpec(rank=4, alpha=8))
+        for _ in range(2)
     )
     torch._dynamo.reset()
     counters.clear()

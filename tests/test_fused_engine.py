@@ -68,7 +68,9 @@ def test_fused_fp8_errs_no_more_than_plain_fp8(family: str, base: BaseKind, tmp_
     reference = torch.cat([g.flatten() for g in truth.values()])
 
     def error(gradients: dict[str, Tensor]) -> float:
-        return float((torch.cat([g.flatten() for g in gradients.values()]) - reference).norm() / reference.norm())
+        return float(
+            (torch.cat([g.flatten() for g in gradients.values()]) - reference).norm() / reference.norm()
+        )
 
     assert abs(loss_fused / true_loss - 1) < 0.03 and abs(loss_plain / true_loss - 1) < 0.03
     assert error(ours) < 1.4 * error(theirs) + 0.01, (error(ours), error(theirs))

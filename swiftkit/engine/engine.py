@@ -30,17 +30,21 @@ class Engine:
 
     Args:
         model: what `build_model` makes.
+        base: storage of its frozen weights; with FP8 products the head's gradient is one as well.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, base: BaseKind = "plain"):
         self.model = model
         self.config = model.config
-        self.head = Head(model.get_output_embeddings().weight, logit_rule(model.config))  # type: ignore[operator]
+        weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+        self.head = Head(weight, logit_rule(model.config), fp8="fp8" in base)
         self.device = self.head.weight.device
         fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())
         self.layers = "fused" if fused else "plain"  # for people
         self.parameters = adapter_parameters(model)  # the trained tensors by name
-        self.linear_names = [name for name, module in model.named_modules() if isinstance(module, Linear | FrozenLinear)]
+        self.linear_names = [
+            name for name, module in model.named_modules() if isinstance(module, Linear | FrozenLinear)
+        ]
 
     @classmethod
     def load(
@@ -59,7 +63,7 @@ class Engine:
         model = build_model(
             folder, dtype=dtype, device=device, lora=lora, seed=seed, base=base, fused=fused, tokens=tokens
         )
-        return cls(model)
+        return cls(model, base)
 
     @torch.no_grad()
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:

@@ -28,13 +28,15 @@ def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") 
         The names of the adapted modules, in the model's order.
 
     Raises:
-        UserError: when a target matches nothing.
+        UserError: when a target matches nothing, or a width does not fit the storage.
     """
     linears = list(_linears(model))
     head = _head(model)
     targets = set() if spec is None else select_targets(model, spec.target_modules)
     for name, parent, leaf, module in linears:
         own: BaseKind = "plain" if module is head else kind
+        if own != "plain":
+            _check_widths(name, module)
         if spec is not None and name in targets:
             setattr(parent, leaf, LoraLinear(module, spec, own))
         else:
@@ -67,6 +69,15 @@ def select_targets(model: nn.Module, wanted: tuple[str, ...]) -> set[str]:
     if chosen & heads:
         raise UserError(f"--target_modules: adapters on the output head ({min(heads)}) are not served yet")
     return chosen
+
+
+def _check_widths(name: str, module: nn.Linear) -> None:
+    """Blocks of NF4 and of the casts to FP8 are 64 wide."""
+    for width in (module.in_features, module.out_features):
+        if width % 64:
+            raise UserError(
+                f"{name} is {width} wide; fp8 and nf4 bases need multiples of 64: take --base_precision bf16"
+            )
 
 
 def _head(model: nn.Module) -> nn.Module | None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkit.engine.families import LogitRule
-from swiftkit.engine.kernels.cross_entropy import cross_entropy
+from swiftkit.engine.kernels.cross_entropy import Fp8Head, cross_entropy
 
 CHUNK_BYTES = {"cuda": 1 << 30}  # of logits at once; products of fewer rows leave a GPU half idle
 SMALL_CHUNK_BYTES = 1 << 28
@@ -20,13 +20,16 @@ class Head:
         weight: [vocabulary, hidden].
         rule: scale and soft cap.
         chunk: positions projected at once; None fills CHUNK_BYTES.
+        fp8: keep an FP8 copy, which makes the gradient's product twice as fast; the logits stay exact.
     """
 
-    def __init__(self, weight: Tensor, rule: LogitRule, *, chunk: int | None = None):
+    def __init__(self, weight: Tensor, rule: LogitRule, *, chunk: int | None = None, fp8: bool = False):
         self.weight = weight
         self.rule = rule
         room = CHUNK_BYTES.get(weight.device.type, SMALL_CHUNK_BYTES)
         self.chunk = chunk or max(16, room // (weight.element_size() * weight.shape[0]))
+        fits = all(size % 16 == 0 for size in weight.shape)  # else the product has no kernel
+        self.fp8 = Fp8Head.of(weight.detach()) if fp8 and fits else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[positions, hidden] to float32 [positions, vocabulary]."""
@@ -48,4 +51,5 @@ class Head:
             scale=self.rule.scale,
             softcap=self.rule.softcap,
             chunk=self.chunk,
+            fp8=self.fp8,
         )

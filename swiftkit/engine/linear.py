@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swiftkit.engine.fused.base import Base, BaseKind, make_base
-from swiftkit.engine.kernels.project import cast_project, scale_add
+from swiftkit.engine.kernels.project import cast_project
 from swiftkit.formats.peft import LoraSpec
 
 
@@ -98,14 +98,10 @@ class _QuantizedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, base: Base) -> Tensor:
         ctx.base = base
         rows, _ = cast_project(x.reshape(-1, x.shape[-1]), factor=None, fp8=base.fp8)
-        y = scale_add(base.product(rows), row_scale=rows.scale, col_scale=base.col_scale)
-        return y.view(*x.shape[:-1], -1)
+        return base.forward(rows).data.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         base, dy = ctx.base, upstream[0]
-        g, _ = cast_project(
-            dy.reshape(-1, dy.shape[-1]), factor=None, fp8=base.fp8, col_scale=base.col_scale
-        )
-        dx = scale_add(base.backward_product(g), row_scale=g.scale)
-        return dx.view(*dy.shape[:-1], -1), None
+        g, _ = cast_project(dy.reshape(-1, dy.shape[-1]), factor=None, fp8=base.fp8, col_scale=base.col_scale)
+        return base.backward(g).view(*dy.shape[:-1], -1), None

@@ -101,10 +101,21 @@ def prepare_data(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> tuple
         packing=config.packing,
         truncation_strategy=config.truncation_strategy,
         system=config.system,
+        columns=config.columns,
+        train_on=config.train_on,
+        thinking_history=config.thinking_history,
+        skip_bad_rows=config.skip_bad_rows,
+        max_dropped=config.max_dropped,
+        streaming=config.streaming,
         seed=config.seed,
     )
-    ratio = 0.0 if config.val_dataset else config.split_dataset_ratio
-    data = packed(config.dataset, max_length=config.max_length, split_ratio=ratio)
+    data = packed(
+        config.dataset,
+        max_length=config.max_length,
+        split_ratio=0.0 if config.val_dataset else config.split_dataset_ratio,
+        interleave_prob=config.interleave_prob,
+        stopping_strategy=config.stopping_strategy,
+    )
     if config.val_dataset:
         return data, packed(config.val_dataset, max_length=data.max_length)
     return data, data.evaluation

@@ -1,1 +1,1 @@
-"""The decoder layer of the Llama shape with hand-written forward and backward: see `layer.FusedLlamaLayer`."""
+"""The decoder layer of the Llama shape with a hand-written backward: see `layer.FusedLlamaLayer`."""

@@ -1,4 +1,4 @@
-"""Decoder layers of transformers' models, exchanged whole for fused ones where family and adapter allow it."""
+"""Decoder layers of transformers' models, exchanged whole for fused ones where they can serve."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fuse_layers(
     shape = layer_shape(model.config)
     targets = set() if lora is None else select_targets(model, lora.target_modules)
     layers = model.get_submodule(LAYERS)
-    policy = _policy(model, shape, base, tokens, device)
+    policy = _policy(model, shape, base, lora, tokens, device)
     for index, _ in enumerate(layers.children()):
         adapters = {name: lora for name in LINEARS if lora and f"{LAYERS}.{index}.{name}" in targets}
         fused = FusedDecoderLayer(
@@ -96,12 +96,21 @@ def fuse_layers(
 
 
 def _policy(
-    model: nn.Module, shape: LayerShape, base: BaseKind, tokens: int, device: torch.device
+    model: nn.Module,
+    shape: LayerShape,
+    base: BaseKind,
+    lora: LoraSpec | None,
+    tokens: int,
+    device: torch.device,
 ) -> MemoryPolicy:
     if not tokens or device.type != "cuda":
         return MemoryPolicy()
     config: Any = model.config
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    vocabulary = config.vocab_size * config.hidden_size
+    head = 2 * vocabulary * (1 if config.tie_word_embeddings else 2) + (vocabulary if "fp8" in base else 0)
+    rank = 0 if lora is None else lora.rank
+    # float32: an adapter's values, gradient and two moments.
+    adapters = 16 * config.num_hidden_layers * rank * sum(sum(shape.out_in(name)) for name in LINEARS)
     free, _ = torch.cuda.mem_get_info(device)
     return choose(
         shape,
@@ -109,7 +118,7 @@ def _policy(
         layers=config.num_hidden_layers,
         tokens=tokens,
         free=free,
-        other=2 * embeddings + 3 * CHUNK_BYTES["cuda"],
+        other=head + adapters + 3 * CHUNK_BYTES["cuda"],
     )
 
 

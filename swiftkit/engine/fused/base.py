@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swiftkit.engine.kernels.nf4 import BLOCK, dequantize, dequantize_to_fp8, quantize
 from swiftkit.engine.kernels.rows import Rows, cast_weight, fp8_product, power_of_two_scale
+from swiftkit.engine.kernels.transpose import transpose
 
 BaseKind = Literal["plain", "fp8", "nf4", "nf4-fp8"]
 
@@ -49,36 +50,8 @@ class Base(Protocol):
         """(g / col_scale) @ weight, g as its kernel cast it, channel scales folded in."""
         ...
 
-    def product(self, x: Rows) -> Tensor:
-        """x.data @ weight^T, without scales."""
-        ...
 
-    def backward_product(self, g: Rows) -> Tensor:
-        """g.data @ weight, without scales."""
-        ...
-
-
-class Unscaled:
-    """The two products without any scale, for readers that apply row and channel scales themselves."""
-
-    fp8: bool
-    col_scale: Tensor | None
-
-    def product(self: Base, x: Rows) -> Tensor:
-        """x.data @ weight^T."""
-        if self.col_scale is None:
-            return self.forward(x).data
-        y = self.forward(Rows(x.data, torch.ones(x.data.shape[0], device=x.data.device))).data
-        return (y / self.col_scale).to(y.dtype)  # exact: powers of two
-
-    def backward_product(self: Base, g: Rows) -> Tensor:
-        """g.data @ weight."""
-        if self.col_scale is None:
-            return self.backward(g)
-        return self.backward(Rows(g.data, torch.ones(g.data.shape[0], device=g.data.device)))
-
-
-class PlainBase(Unscaled):
+class PlainBase:
     """The weight in the model's dtype."""
 
     fp8 = False
@@ -103,7 +76,7 @@ class PlainBase(Unscaled):
         return g.data @ self.weight
 
 
-class Fp8Base(Unscaled):
+class Fp8Base:
     """One byte a parameter, and a transposed copy of it where `two_copies`.
 
     Hopper's FP8 product wants both operands contiguous along the sum, so the backward product reads the
@@ -113,8 +86,9 @@ class Fp8Base(Unscaled):
     fp8 = True
 
     def __init__(
-        self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device, two_copies: bool
-    ):
+        self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
+        two_copies: bool,
+    ):  # fmt: skip
         self.dtype = dtype
         self.two_copies = two_copies
         self.bytes = torch.empty(out_features, in_features, dtype=torch.uint8, device=device)
@@ -146,13 +120,13 @@ class Fp8Base(Unscaled):
     def backward(self, g: Rows) -> Tensor:
         transposed = self._transposed
         if transposed is None:
-            transposed = self.bytes.T.contiguous()
+            transposed = transpose(self.bytes)
             if self.two_copies:
                 self._transposed = transposed
         return fp8_product(g, transposed, self._ones, dtype=self.dtype)
 
 
-class Nf4Base(Unscaled):
+class Nf4Base:
     """Half a byte a parameter, in bitsandbytes' layout, dequantized for each product.
 
     Args:
@@ -191,17 +165,21 @@ class Nf4Base(Unscaled):
     def forward(self, x: Rows) -> Rows:
         if self.col_scale is None:
             return Rows(x.data @ self._dense().T, x.scale)
-        weight = dequantize_to_fp8(self.packed, self.absmax, self.col_scale, shape=self.shape, transposed=False)
-        return Rows(fp8_product(x, weight, self.col_scale, dtype=self.dtype), None)
+        return Rows(fp8_product(x, self._fp8(transposed=False), self.col_scale, dtype=self.dtype), None)
 
     def backward(self, g: Rows) -> Tensor:
         if self.col_scale is None:
             return g.data @ self._dense()
-        weight = dequantize_to_fp8(self.packed, self.absmax, self.col_scale, shape=self.shape, transposed=True)
-        return fp8_product(g, weight, self._ones, dtype=self.dtype)
+        return fp8_product(g, self._fp8(transposed=True), self._ones, dtype=self.dtype)
 
     def _dense(self) -> Tensor:
         return dequantize(self.packed, self.absmax, shape=self.shape, dtype=self.dtype)
+
+    def _fp8(self, *, transposed: bool) -> Tensor:
+        assert self.col_scale is not None
+        return dequantize_to_fp8(
+            self.packed, self.absmax, self.col_scale, shape=self.shape, transposed=transposed
+        )
 
     def _set_scale(self) -> None:
         if self.fp8:

@@ -81,7 +81,7 @@ class FusedLlamaLayer(nn.Module):
 
     Args:
         shape: the layer's numbers.
-        base: storage of the frozen weights: `plain` (in `dtype`), `fp8`, `nf4`, or `nf4-fp8` (computes in FP8).
+        base: storage of the frozen weights: `plain` (in `dtype`), `fp8`, `nf4`, `nf4-fp8` (computes in FP8).
         lora: the adapter of each adapted linear, by its name in `LINEARS`.
         dtype: of activations and norms.
         device: of all tensors.
@@ -125,9 +125,8 @@ class FusedLlamaLayer(nn.Module):
             getattr(self, room).add_module(leaf, linears[leaf])
 
         def merged(*leaves: str) -> Projection:
-            return Projection(
-                [linears[leaf] for leaf in leaves], kind=base, dtype=dtype, device=device, two_copies=two_copies
-            )
+            chosen = [linears[leaf] for leaf in leaves]
+            return Projection(chosen, kind=base, dtype=dtype, device=device, two_copies=two_copies)
 
         self.qkv = merged("q_proj", "k_proj", "v_proj")
         self.o = merged("o_proj")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.layer import LINEARS, LayerShape
 
-# Bytes of a stored parameter; FP8's second copy comes on top, scales are counted where they are not negligible.
+# Bytes of a stored parameter with its block scales; the second copy of FP8 comes on top.
 STORED = {"plain": 2.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64, "nf4-fp8": 0.5 + 4 / 64}
 # Of the free memory: the rest is for the head's chunks, workspaces of products, and the allocator's gaps.
 USABLE = 0.88
@@ -18,7 +18,7 @@ class MemoryPolicy:
     """The two trades of a fused layer, cheaper one first.
 
     Args:
-        two_copies: keep FP8 weights transposed as well; without, each backward product transposes (about 4 %).
+        two_copies: keep FP8 weights transposed as well; without, each backward product transposes (about 4 %)
         recompute_mlp: make the gate/up product again in the backward instead of keeping it (about 12 %).
     """
 
@@ -35,7 +35,9 @@ def weight_bytes(shape: LayerShape, base: BaseKind, *, two_copies: bool) -> floa
 def kept_bytes(shape: LayerShape, base: BaseKind, *, tokens: int, recompute_mlp: bool) -> float:
     """Bytes that a layer keeps for its backward, in 16-bit activations."""
     queries, keys = shape.heads.queries * shape.heads.width, shape.heads.keys * shape.heads.width
-    columns = 2.0 * (2 * shape.hidden + queries + 2 * keys + queries)  # two residuals, q k v, attention's output
+    columns = 2.0 * (
+        2 * shape.hidden + queries + 2 * keys + queries
+    )  # two residuals, q k v, attention's output
     cast = base in ("fp8", "nf4-fp8")
     if cast:
         columns += 2 * shape.hidden  # both normalized inputs, one byte each
@@ -57,7 +59,11 @@ def choose(
         free: bytes free on the device before anything is loaded.
         other: bytes of everything else (embedding, head, adapters with their optimizer states).
     """
-    policies = [MemoryPolicy(), MemoryPolicy(two_copies=False), MemoryPolicy(two_copies=False, recompute_mlp=True)]
+    policies = [
+        MemoryPolicy(),
+        MemoryPolicy(two_copies=False),
+        MemoryPolicy(two_copies=False, recompute_mlp=True),
+    ]
     for policy in policies:
         weights = weight_bytes(shape, base, two_copies=policy.two_copies)
         kept = kept_bytes(shape, base, tokens=tokens, recompute_mlp=policy.recompute_mlp)

@@ -1,4 +1,4 @@
-"""Linear layers that share an input, merged: one frozen product, one A product, names as in the checkpoint."""
+"""Linear layers that share an input, merged: one frozen product, one A product, the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -114,10 +114,11 @@ class Projection:
         stored = self.base.stored()
         starts = [sum(self.widths[:n]) for n in range(len(self.widths) + 1)]
         for n, linear in enumerate(self.linears):
-            per_row = {name: tensor.shape[0] // self.out_features for name, tensor in stored.items()}
-            linear.point_to(
-                {name: t[starts[n] * per_row[name] : starts[n + 1] * per_row[name]] for name, t in stored.items()}
-            )
+            own = {}
+            for name, tensor in stored.items():
+                per_row = tensor.shape[0] // self.out_features
+                own[name] = tensor[starts[n] * per_row : starts[n + 1] * per_row]
+            linear.point_to(own)
 
     def merge(self) -> None:
         """Take up the linears' tensors again after a move to another device."""

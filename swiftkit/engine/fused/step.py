@@ -116,9 +116,7 @@ def forward(
         gate_up.data, row_scale=gate_up.scale, fp8=layer.fp8, t=mlp.t, b=_b(packed.gate_up),
         a=_a(packed.down),
     )  # fmt: skip
-    out = add_low_rank(
-        layer.down.base.forward(h).data, t=t_down, b=_b(packed.down), residual=mlp.residual
-    )
+    out = add_low_rank(layer.down.base.forward(h).data, t=t_down, b=_b(packed.down), residual=mlp.residual)
     again = layer.recompute_mlp
     kept = Kept(
         residual, normed.rstd, normed.x if layer.fp8 else None, normed.t, qkv, attended, t_o,
@@ -153,7 +151,8 @@ def backward(
         return None, gradients.finish()
     normed = norm_backward_cast(
         d_residual, dx=layer.qkv.base.backward(turned.g), u=turned.u, a=_a(packed.qkv),
-        residual=kept.residual, rstd=kept.rstd, weight=layer.input_layernorm.weight, dot=turned.dot, fp8=layer.fp8, wants_g=False,
+        residual=kept.residual, rstd=kept.rstd, weight=layer.input_layernorm.weight, dot=turned.dot,
+        fp8=layer.fp8, wants_g=False,
     )  # fmt: skip
     return normed.d_residual, gradients.finish()
 
@@ -161,7 +160,7 @@ def backward(
 def _mlp_backward(
     layer: FusedLlamaLayer, packed: Packed, kept: Kept, d_out: Tensor, gradients: _Gradients
 ) -> tuple[Tensor, Rows, Tensor | None]:
-    """Gradient of the residual between attention and MLP, its cast for o's products, and its product with o's B."""
+    """Gradient of the residual between attention and MLP; its cast for o, and its product with o's B."""
     g_down, u_down = cast_project(
         d_out, factor=_b(packed.down), fp8=layer.fp8, col_scale=layer.down.base.col_scale
     )

@@ -2,7 +2,7 @@
 
 With y += (x @ A^T) @ B^T, u = dy @ B and t = x @ A^T: dA = u^T x, dB = dy^T t. The wide side is read as it is
 stored, FP8 bytes or bf16: its row scale goes into the narrow side, its channel factor onto the result. Each
-of `SLICES` parts of the tokens writes its own partial sum, so the result does not depend on timing.
+of `rows.SLICES` parts of the tokens writes its own partial sum, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import SLICES, Rows, runs_triton, widen
+from swiftkit.engine.kernels.rows import Rows, runs_triton, widen
 
 
 def adapter_gradient(
@@ -23,7 +23,7 @@ def adapter_gradient(
     col_divisor: Tensor | None = None,
     segments: tuple[int, ...] | None = None,
 ) -> None:
-    """out[s] = factor * (sum over the s-th slice of the tokens of narrow^T @ wide) * col_factor / col_divisor.
+    """out[s] = narrow^T @ wide over the s-th slice of the tokens, times factor * col_factor / col_divisor.
 
     Args:
         narrow: [tokens, ranks], u or t.
@@ -37,9 +37,7 @@ def adapter_gradient(
     if runs_triton(narrow):
         from swiftkit.engine.kernels import adapter_gradient_triton
 
-        adapter_gradient_triton.adapter_gradient(
-            narrow, wide, out, factor, col_factor, col_divisor, segments
-        )
+        adapter_gradient_triton.adapter_gradient(narrow, wide, out, factor, col_factor, col_divisor, segments)
         return
     adapter_gradient_reference(narrow, wide, out, factor, col_factor, col_divisor, segments)
 

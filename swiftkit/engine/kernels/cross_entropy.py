@@ -54,7 +54,7 @@ def cross_entropy(
     chunk: int | None = None,
     fp8: Fp8Head | None = None,
 ) -> Tensor:
-    """Sum over positions of -log softmax(cap(hidden @ weight^T * scale))[target], fp32; differentiable in hidden.
+    """Sum over positions of -log softmax(cap(hidden @ weight^T * scale))[target]; differentiable in hidden.
 
     Args:
         hidden: [positions, width], trained positions only.
@@ -64,6 +64,9 @@ def cross_entropy(
         softcap: logits become softcap * tanh(logits / softcap) after the scale.
         chunk: positions projected at once; None fills CHUNK_BYTES.
         fp8: makes the gradient's product in FP8; None makes it with `weight`.
+
+    Returns:
+        [] fp32.
     """
     chunk = chunk or max(16, CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
     wants_gradient = hidden.requires_grad and torch.is_grad_enabled()
@@ -121,8 +124,9 @@ def loss_and_gradient_reference(
     if fp8 is None:
         logits.copy_(slope)
         return log_z - own, Rows(logits, None)
-    # No entry's probability is larger than what the target lacks to 1.
-    row_scale = power_of_two_scale((1 - (own - log_z).exp()) * scale * fp8.largest)
+    # No entry's probability is larger than what the target lacks to 1 (known to about 2**-16 in fp32).
+    lack = (1 - (own - log_z).exp()).clamp_min(2.0**-16)
+    row_scale = power_of_two_scale(lack * scale * fp8.largest)
     data = (slope * fp8.scale / row_scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return log_z - own, Rows(data, row_scale)
 

@@ -45,8 +45,9 @@ def _loss_and_gradient(
     if GRADIENT:
         tl.debug_barrier()  # every thread has read the target's logit
         if col_scale is not None:
-            # No entry's probability is larger than what the target lacks to 1.
-            row_scale = power_of_two_scale((1.0 - tl.exp(own - log_z)) * scale * tl.load(col_largest))
+            # No entry's probability is larger than what the target lacks to 1 (known to about 2**-16).
+            lack = tl.maximum(1.0 - tl.exp(own - log_z), 1.0 / (1 << 16))
+            row_scale = power_of_two_scale(lack * scale * tl.load(col_largest))
             tl.store(out_scale + row, row_scale)
             of_row = inverse(row_scale)
             out += row.to(tl.int64) * WIDTH

@@ -30,10 +30,9 @@ def _norm_cast(
     projected = tl.zeros([BM, RANKS_TILE], tl.float32)
     scale = tl.zeros([BM], tl.float32)
     first = tl.zeros([BM], tl.float32)
-    if ADDS:
-        if t is not None:
-            ranks_in = tl.arange(0, RANK_IN)
-            t_tile = tl.load(t + rows[:, None] * RANK_IN + ranks_in[None, :], mask=mask, other=0.0)
+    if t is not None:
+        ranks_in = tl.arange(0, RANK_IN)
+        t_tile = tl.load(t + rows[:, None] * RANK_IN + ranks_in[None, :], mask=mask, other=0.0)
     for start in tl.range(0, WIDTH, BN, num_stages=STAGES):
         columns = start + tl.arange(0, BN)
         at = base + columns[None, :]
@@ -161,11 +160,12 @@ def norm_backward_cast(
     projected = None if b is None else residual.new_empty(tokens, b.shape[1])
     ranks = 0 if u is None else u.shape[1]
     _norm_backward_cast[(triton.cdiv(tokens, tile.rows),)](
-        tiled(d_residual, tile), tiled(dx, tile), u, a, tiled(residual, tile), rstd, weight, dot, col_scale, b,
-        tiled(out, tile), g, g_scale, projected, blocks, tokens,
+        tiled(d_residual, tile), tiled(dx, tile), u, a, tiled(residual, tile), rstd, weight, dot,
+        col_scale, b, tiled(out, tile), g, g_scale, projected, blocks, tokens,
         WIDTH=width, RANKS=ranks, RANKS_TILE=max(16, triton.next_power_of_2(ranks)),
         RANK_OUT=16 if b is None else b.shape[1],
-        FP8=casts, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+        FP8=casts, BM=tile.rows, BN=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     if not wants_g:
         return NormGradient(out, None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import Rows, cast_rows, low_rank, runs_triton, scaled, widen
+from swiftkit.engine.kernels.rows import Rows, cast_rows, low_rank, runs_triton, widen
 
 
 def cast_project(
@@ -55,20 +55,7 @@ def add_low_rank(
     return add_low_rank_reference(y, t, b, residual)
 
 
-def add_low_rank_reference(
-    y: Tensor, t: Tensor | None, b: Tensor | None, residual: Tensor | None
-) -> Tensor:
+def add_low_rank_reference(y: Tensor, t: Tensor | None, b: Tensor | None, residual: Tensor | None) -> Tensor:
     """See `add_low_rank`."""
     value = widen(y) + low_rank(t, b)
     return (value if residual is None else value + widen(residual)).to(y.dtype)
-
-
-def scale_add(y: Tensor, *, row_scale: Tensor | None, col_scale: Tensor | None = None) -> Tensor:
-    """y * row_scale * col_scale, for products that were made without scales.
-
-    Args:
-        y: [tokens, width].
-        row_scale, col_scale: [tokens] and [width] fp32; None is one.
-    """
-    value = scaled(y, row_scale)
-    return (value if col_scale is None else value * col_scale).to(y.dtype)

@@ -69,9 +69,7 @@ def _add_low_rank(
     tl.store(out + at, to_bf16(value), mask=mask)
 
 
-def cast_project(
-    x: Tensor, factor: Tensor | None, col_scale: Tensor | None
-) -> tuple[Rows, Tensor | None]:
+def cast_project(x: Tensor, factor: Tensor | None, col_scale: Tensor | None) -> tuple[Rows, Tensor | None]:
     """See project.cast_project."""
     tokens, width = x.shape
     tile = tile_of("cast_project", width)
@@ -88,9 +86,7 @@ def cast_project(
     return Rows(out, scale), projected
 
 
-def add_low_rank(
-    y: Tensor, t: Tensor | None, b: Tensor | None, residual: Tensor | None
-) -> Tensor:
+def add_low_rank(y: Tensor, t: Tensor | None, b: Tensor | None, residual: Tensor | None) -> Tensor:
     """See project.add_low_rank."""
     tokens, width = y.shape
     tile = tile_of("add_low_rank", width)

@@ -1,8 +1,7 @@
 """What the Triton kernels share: conversions, power-of-two scales, the second look at blocks cast too early.
 
-The conversions are inline PTX for two reasons: they convert pairs (the compiler's own one-by-one conversions
-run at a quarter of the rate), and, declared impure, they keep the compiler from computing a tile twice, once
-in the layout of its store and once in that of the tensor cores.
+The conversions are inline PTX: they convert two or four values at a time, where the compiler's own one-by-one
+conversions run at a quarter of the rate.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def to_bf16(x):
 
 @triton.jit
 def fp8_to_bf16(x):
-    """e4m3 to bf16, four at a time: the bits moved to their places, times 2**120 for the exponents' biases."""
+    """e4m3 to bf16, four at a time: its bits moved into place, times 2**120 for the exponents' biases."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{

@@ -168,7 +168,8 @@ def swiglu_cast(
     _swiglu_cast[(triton.cdiv(tokens, tile.rows),)](
         tiled(raw, tile), row_scale, t, b, a, h, h_scale, projected, blocks, tokens,
         INTER=inter, RANK=16 if b is None else b.shape[1], RANK_OUT=16 if a is None else a.shape[0],
-        FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+        FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     return Rows(h, h_scale), projected
 
@@ -190,6 +191,7 @@ def swiglu_backward_cast(
         tiled(dh, tile), u, a, tiled(raw, tile), row_scale, col_scale, t, b,
         g, g_scale, projected, dot, h, blocks, tokens,
         INTER=inter, RANK_DOWN=16 if a is None else a.shape[0], RANK=16 if b is None else b.shape[1],
-        FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+        FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     return SwigluGradient(Rows(g, g_scale), projected, dot, h)

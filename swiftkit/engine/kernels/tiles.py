@@ -1,4 +1,4 @@
-"""The tile of each Triton kernel, as measured on an H200 at the 8B shape; fixed, so that no run pays a search.
+"""The tile of each Triton kernel, as measured on an H200 at the 8B shape; no run pays for a search.
 
 In the kernels with two products in a row (B, then A) a warp owns 16 whole rows: then row sums stay within
 four lanes, and the first product's result is the second's operand without a trip through shared memory. So
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
         rows, columns: of one step.
         warps: of the program.
         stages: loads in flight.
-        registers: most that a thread may use, so that more programs share a multiprocessor; None is no limit.
+        registers: most that a thread may use, so that more programs share a multiprocessor.
     """
 
     rows: int
@@ -54,7 +54,7 @@ def tile_of(kernel: str, width: int) -> Tile:
 
 
 def tiled(x: Tensor | None, tile: Tile) -> TensorDescriptor | None:
-    """A matrix as Hopper's copy engine reads it, in blocks of the tile; its bounds are checked in hardware."""
+    """A matrix as Hopper's copy engine reads it, in blocks of the tile, with bounds checked."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return None if x is None else TensorDescriptor.from_tensor(x, [tile.rows, tile.columns])
