@@ -88,7 +88,7 @@ def _download(words: Words) -> None:
     config = configure(DownloadConfig, "download", {**({"model": name[0]} if name else {}), **knobs})
     from swiftkit.formats.named import open_model
 
-    model = open_model(config.model, source=config.source, revision=config.revision)
+    model = open_model(config.model, source=config.source, revision=config.revision, to_train=False)
     print(f"{model.name} from {model.source}, fingerprint {model.fingerprint[:12]}")
     if model.note:
         print(model.note)

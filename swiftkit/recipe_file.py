@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from swiftkit.config import Config, SftConfig, build
 from swiftkit.errors import UserError, nearest
-from swiftkit.registry import METHODS, Default, Recipe, reasons
+from swiftkit.registry import METHODS, Default, Recipe, check_served, parameter_count, reasons
 
 SCHEMAS: Mapping[str, type[Config]] = {"sft": SftConfig}
 EXAMPLE_DATASET = "swiftkit::persona"
@@ -55,9 +55,10 @@ def render(recipe: Recipe, method: str, *, path: str = "my.yaml") -> str:
         path: the file's name, for the command in its first lines.
 
     Raises:
-        UserError: the method does not exist in this version.
+        UserError: the method does not exist in this version, or the model cannot be trained with it.
     """
     check_method(method)
+    check_served(recipe.name, recipe.model_type)
     schema, why = SCHEMAS[METHODS[method].verb], reasons(recipe, method)
     required = {"model": recipe.name, "dataset": [EXAMPLE_DATASET]}
     config = build(schema, required, {knob: entry.value for knob, entry in why.items()}).model_dump()
@@ -141,6 +142,13 @@ def size(recipe: Recipe) -> str:
     return f"{recipe.parameters * 1e3:.0f}M" if recipe.parameters < 1 else f"{recipe.parameters:.3g}B"
 
 
+def _sizes(recipe: Recipe) -> str:
+    if recipe.dimensions is None or recipe.dimensions.num_experts is None:
+        return size(recipe)
+    active = parameter_count(recipe.model_type, recipe.dimensions, active=True)
+    return size(recipe) + (f", of which {active / 1e9:.3g}B are active for a token" if active else "")
+
+
 def show(recipe: Recipe, method: str | None = None) -> str:
     """A recipe for the terminal: the model, its shape, and the defaults of a method (or of all) with reasons.
 
@@ -155,19 +163,30 @@ def show(recipe: Recipe, method: str | None = None) -> str:
         "wheel": recipe.wheel
         and f"{recipe.wheel.package}=={recipe.wheel.version} ({recipe.wheel.precision})",
         "family": f"{recipe.family} ({recipe.model_type})",
-        "parameters": size(recipe),
+        "parameters": _sizes(recipe),
         "context": f"{recipe.context_length:,} tokens" if recipe.context_length else None,
         "licence": f"{recipe.licence}{', gated' if recipe.gated else ''}" if recipe.licence else None,
         "also called": ", ".join(recipe.aliases),
     }
     lines = [recipe.name, *(f"  {key:<13} {value}" for key, value in rows.items() if value)]
     if dimensions := recipe.dimensions:
-        shape = "  ".join(f"{key} {to_yaml(value)}" for key, value in vars(dimensions).items())
+        known = {key: value for key, value in vars(dimensions).items() if value is not None}
+        shape = "  ".join(f"{key} {to_yaml(value)}" for key, value in known.items())
         lines += textwrap.wrap(shape, WIDTH, initial_indent="  shape         ", subsequent_indent=" " * 16)
+    if not recipe.served:
+        return "\n".join([*lines, "", *_not_yet(recipe), *_sources(recipe)])
     for name in [method] if method else METHODS:
         lines += ["", *_defaults(recipe, name)]
-    lines += ["", "sources", *(f"  {what}: {where}" for what, where in recipe.source.items())]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_sources(recipe)])
+
+
+def _not_yet(recipe: Recipe) -> list[str]:
+    why = f"models of type {recipe.model_type} cannot be trained with this version; it can be downloaded"
+    return textwrap.wrap(f"not yet: {why}", WIDTH)
+
+
+def _sources(recipe: Recipe) -> list[str]:
+    return ["", "sources", *(f"  {what}: {where}" for what, where in recipe.source.items())]
 
 
 def _defaults(recipe: Recipe, method: str) -> list[str]:
@@ -197,6 +216,11 @@ def _defaults(recipe: Recipe, method: str) -> list[str]:
     ]
 
 
+def _marks(recipe: Recipe) -> list[str]:
+    marks = {"gated": recipe.gated, "no training yet": not recipe.served}
+    return [mark for mark, holds in marks.items() if holds]
+
+
 def listing(recipes: Sequence[Recipe], *, piped: bool, width: int = WIDTH) -> str:
     """`swiftkit ls`: one name a line when piped, else a table cut to `width` columns."""
     if piped:
@@ -208,7 +232,7 @@ def listing(recipes: Sequence[Recipe], *, piped: bool, width: int = WIDTH) -> st
             size(recipe),
             f"{recipe.context_length:,}" if recipe.context_length else "?",
             recipe.licence or "?",
-            "gated" if recipe.gated else "",
+            ", ".join(_marks(recipe)),
             recipe.hf or "",
         )
         for recipe in recipes

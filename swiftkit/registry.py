@@ -8,7 +8,7 @@ method may stand at all three; the nearest to the model wins, knob by knob.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,10 @@ class Default:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a decoder is made of, under the names of Hugging Face's config.json."""
+    """What a decoder is made of, under the names of Hugging Face's config.json.
+
+    The last three are of mixtures of experts; without a width of their own, experts have intermediate_size.
+    """
 
     hidden_size: int
     num_hidden_layers: int
@@ -56,6 +59,9 @@ class Dimensions:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,10 @@ class WheelSource:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model: where it is, what it is, and its defaults by method. `parameters` is in billions."""
+    """One model: where it is, what it is, and its defaults by method.
+
+    `parameters` is in billions. `served` says whether this version trains the model's family.
+    """
 
     name: str
     family: str
@@ -91,6 +100,7 @@ class Recipe:
     aliases: tuple[str, ...] = ()
     modelscope: str | None = None
     wheel: WheelSource | None = None
+    served: bool = True
 
 
 def recipes_dir() -> Path:
@@ -130,7 +140,7 @@ def read_family(file: Path) -> list[Recipe]:
 
 
 def _recipe(family: Mapping[str, Any], model: Mapping[str, Any]) -> Recipe:
-    shared = ("model_type", "licence", "gated", "context_length", "source")
+    shared = ("model_type", "licence", "gated", "context_length", "source", "served")
     size = family["sizes"][model["size"]]
     levels = (family, size, model)
     facts: dict[str, Any] = {key: family[key] for key in shared if key in family}
@@ -163,14 +173,14 @@ def names() -> list[str]:
 def _index() -> dict[str, Recipe]:
     index: dict[str, Recipe] = {}
     for recipe in recipes():
-        for key in (recipe.name, recipe.hf, *recipe.aliases):
+        for key in (recipe.name, recipe.hf, recipe.modelscope, *recipe.aliases):
             if key and index.setdefault(key.lower(), recipe) is not recipe:
                 raise ValueError(f"{key!r} names both {index[key.lower()].name} and {recipe.name}")
     return index
 
 
 def find(name: str) -> Recipe | None:
-    """The recipe with this name, alias or Hugging Face id, in upper or lower case; None if there is none."""
+    """The recipe with this name, alias or hub id, in upper or lower case; None if there is none."""
     return _index().get(name.lower())
 
 
@@ -201,6 +211,22 @@ def resolve(name: str) -> Recipe | None:
     )
 
 
+def check_served(name: str, model_type: str | None) -> None:
+    """Refuse a model whose family is known here as one that this version cannot train.
+
+    Raises:
+        UserError: with the nearest name that it can.
+    """
+    if all(recipe.served for recipe in recipes() if recipe.model_type == model_type):
+        return
+    served = [recipe.name for recipe in recipes() if recipe.served]
+    offer = nearest(name, served, say=", but for example {}")
+    raise UserError(
+        f"{name}: this version cannot train models of type {model_type} yet{offer}; "
+        "`swiftkit ls` marks what it cannot, and `swiftkit download` fetches it all the same"
+    )
+
+
 def defaults(recipe: Recipe | None, method: str) -> dict[str, Any]:
     """The plain values that a recipe (or, without one, the method alone) puts under flags and YAML."""
     return {knob: entry.value for knob, entry in reasons(recipe, method).items()}
@@ -216,23 +242,71 @@ def reasons(recipe: Recipe | None, method: str) -> dict[str, Default]:
     return merged
 
 
-# Per layer, beside the linear weights: biases on q, k and v, and norms of single heads.
-_QKV_BIAS = {"qwen2"}
-_HEAD_NORMS = {"qwen3"}
-_COUNTED = {"llama", "mistral"} | _QKV_BIAS | _HEAD_NORMS
+@dataclass(frozen=True)
+class _Layer:
+    """What a family's decoder layer has beside the weights of its linear layers."""
+
+    norms: int = 2  # of the hidden width
+    head_norms: bool = False  # on single heads of q and k
+    wide_norms: bool = False  # on all heads of q, and of k, at once
+    qkv_bias: bool = False
+    attention_bias: bool = False  # of q, k, v and o
+    expert_bias: bool = False  # of experts and router
+    sinks: bool = False  # a number a head
+    tied: bool = False  # where config.json says nothing, the head is the embedding
 
 
-def parameter_count(model_type: str, dimensions: Dimensions) -> int | None:
-    """The exact number of weights of an unbiased decoder of the Llama shape; None for other model types."""
-    if model_type not in _COUNTED:
+_LAYERS = {
+    "llama": _Layer(),
+    "mistral": _Layer(),
+    "phi3": _Layer(),  # q, k and v in one matrix, gate and up in another: the same weights
+    "granite": _Layer(),
+    "smollm3": _Layer(tied=True),
+    "qwen2": _Layer(qkv_bias=True),
+    "qwen3": _Layer(head_norms=True),
+    "olmo2": _Layer(wide_norms=True),
+    "glm4": _Layer(norms=4, qkv_bias=True),
+    "cohere2": _Layer(norms=1, tied=True),
+    "gemma": _Layer(tied=True),
+    "gemma2": _Layer(norms=4, tied=True),
+    "gemma3": _Layer(norms=4, head_norms=True, tied=True),  # the language model, without its eyes
+    "gemma3_text": _Layer(norms=4, head_norms=True, tied=True),
+    "mixtral": _Layer(),
+    "qwen3_moe": _Layer(head_norms=True),
+    "olmoe": _Layer(wide_norms=True),
+    "gpt_oss": _Layer(attention_bias=True, expert_bias=True, sinks=True),
+}
+
+
+def parameter_count(model_type: str, dimensions: Dimensions, *, active: bool = False) -> int | None:
+    """The exact number of weights of a decoder; None for a model type whose layers are not known here.
+
+    Args:
+        model_type: as in config.json.
+        dimensions: of the whole model.
+        active: count of a layer's experts only those that one token meets.
+    """
+    if model_type not in _LAYERS:
         return None
-    d = dimensions
+    layer, d = _LAYERS[model_type], dimensions
     q, kv = d.num_attention_heads * d.head_dim, d.num_key_value_heads * d.head_dim
-    attention = 2 * d.hidden_size * (q + kv)
-    attention += (q + 2 * kv) * (model_type in _QKV_BIAS) + 2 * d.head_dim * (model_type in _HEAD_NORMS)
-    layer = attention + 3 * d.hidden_size * d.intermediate_size + 2 * d.hidden_size
+    weights = 2 * d.hidden_size * (q + kv) + layer.norms * d.hidden_size
+    weights += (q + 2 * kv) * (layer.qkv_bias or layer.attention_bias) + d.hidden_size * layer.attention_bias
+    weights += 2 * d.head_dim * layer.head_norms + (q + kv) * layer.wide_norms
+    weights += d.num_attention_heads * layer.sinks
+    weights += _mlp_count(layer, d, active=active)
     embeddings = d.vocab_size * d.hidden_size * (1 if d.tie_word_embeddings else 2)
-    return embeddings + d.num_hidden_layers * layer + d.hidden_size
+    return embeddings + d.num_hidden_layers * weights + d.hidden_size
+
+
+def _mlp_count(layer: _Layer, d: Dimensions, *, active: bool) -> int:
+    width = d.moe_intermediate_size or d.intermediate_size
+    one = 3 * d.hidden_size * width
+    if d.num_experts is None or d.num_experts_per_tok is None:
+        return one
+    one += (2 * width + d.hidden_size) * layer.expert_bias
+    router = d.num_experts * (d.hidden_size + layer.expert_bias)
+    return router + one * (d.num_experts_per_tok if active else d.num_experts)
 
 
 def from_config_json(config: Mapping[str, Any], name: str) -> Recipe:
@@ -252,8 +326,10 @@ def from_config_json(config: Mapping[str, Any], name: str) -> Recipe:
     if "model_type" not in text:
         raise UserError(f"{name}: config.json has no model_type, so this is not a model that can be trained")
     dimensions = _dimensions(text)
-    biased = text.get("attention_bias") or text.get("mlp_bias")
-    count = parameter_count(text["model_type"], dimensions) if dimensions and not biased else None
+    count = parameter_count(text["model_type"], dimensions) if dimensions and _usual(text) else None
+    # A model that also sees or hears has its own type around that of its language model.
+    outer = config.get("model_type", text["model_type"])
+    kin = [recipe for recipe in recipes() if recipe.model_type == outer]
     return Recipe(
         name=name,
         family=text["model_type"],
@@ -266,24 +342,35 @@ def from_config_json(config: Mapping[str, Any], name: str) -> Recipe:
         gated=False,
         defaults=_agreed(_relatives(text["model_type"], dimensions)),
         source={"config.json": name},
+        served=all(recipe.served for recipe in kin),
     )
+
+
+def _usual(text: Mapping[str, Any]) -> bool:
+    """Whether a config.json has the biases that its model type has by default, which is what is counted."""
+    layer = _LAYERS.get(text["model_type"], _Layer())
+    biased = layer.qkv_bias or layer.attention_bias
+    return bool(text.get("attention_bias", biased)) == biased and not text.get("mlp_bias")
 
 
 def _dimensions(text: Mapping[str, Any]) -> Dimensions | None:
     """The dimensions of a config.json; None where it does not use these names."""
     known = {field.name: text[field.name] for field in fields(Dimensions) if text.get(field.name) is not None}
-    if text["model_type"] in _COUNTED:
-        known.setdefault("tie_word_embeddings", False)  # transformers' default for these; others differ
+    if "num_local_experts" in text:
+        known.setdefault("num_experts", text["num_local_experts"])
+    if text["model_type"] in _LAYERS:
+        known.setdefault("tie_word_embeddings", _LAYERS[text["model_type"]].tied)
     if {"hidden_size", "num_attention_heads"} <= known.keys():
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
-    return Dimensions(**known) if len(known) == len(fields(Dimensions)) else None
+    needed = {field.name for field in fields(Dimensions) if field.default is MISSING}
+    return Dimensions(**known) if needed <= known.keys() else None
 
 
 def _relatives(model_type: str, dimensions: Dimensions | None) -> list[Recipe]:
-    def shape(d: Dimensions | None) -> tuple[Any, ...]:
+    def shape(d: Dimensions | None) -> Dimensions | None:
         # Without the vocabulary: added tokens and an untied head are what a tuned copy may differ in.
-        return astuple(d)[:-2] if d else ()
+        return d and replace(d, vocab_size=0, tie_word_embeddings=False)
 
     same_type = [recipe for recipe in recipes() if recipe.model_type == model_type]
     same_shape = [recipe for recipe in same_type if shape(recipe.dimensions) == shape(dimensions)]
@@ -298,7 +385,12 @@ def _agreed(relatives: Sequence[Recipe]) -> dict[str, dict[str, Default]]:
         method: {
             knob: entry
             for knob, entry in knobs.items()
-            if all(other.defaults.get(method, {}).get(knob) == entry for other in others)
+            if all(_value(other, method, knob) == entry.value for other in others)
         }
         for method, knobs in first.defaults.items()
     }
+
+
+def _value(recipe: Recipe, method: str, knob: str) -> Any:
+    entry = recipe.defaults.get(method, {}).get(knob)
+    return None if entry is None else entry.value

@@ -94,12 +94,13 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
     write(tmp_path, b"{}", name="train.jsonl")
     with pytest.raises(UserError, match=r"did you mean train\.jsonl\?"):
         read(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(UserError, match="is a folder"):
-        read(str(tmp_path))
-    with pytest.raises(UserError, match=r"'.txt' are not read.*\.jsonl or \.json"):
-        read(write(tmp_path, b"words", name="book.txt"))
-    with pytest.raises(UserError, match="hf:: is not read"):
-        read("hf::someone/something")
+    with pytest.raises(UserError, match=r"'.md' are not read; give a \.jsonl, .* or \.txt file"):
+        read(write(tmp_path, b"words", name="notes.md"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"is a folder without a \.jsonl, "):
+        read(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="s3:: is not read; give a file, hf::ID, ms::ID"):
+        read("s3::someone/something")
     with pytest.raises(UserError, match="did you mean swiftkit::persona"):
         read("swiftkit::persone")
 
@@ -156,8 +157,8 @@ def test_answers_in_a_prompt_or_switched_off_are_context() -> None:
     in_prompt = example({"prompt": [asked, turn, asked], "completion": [turn], "system": "s"})
     switched = example({"messages": [asked, {**turn, "loss": False}, asked, {**turn, "weight": 1}]})
     assert isinstance(in_prompt, Conversation) and isinstance(switched, Conversation)
-    assert in_prompt.answers == [4]
-    assert switched.answers == [3]
+    assert in_prompt.trained("assistant") == [4]
+    assert switched.trained("assistant") == [3]
     assert all(message.keys() == {"role", "content"} for message in switched.messages)
 
 
@@ -169,9 +170,7 @@ def test_null_and_empty_content() -> None:
             to_example(row)
         except UserError as error:
             refused[row.origin.line] = str(error)
-    # Line 1 is a tool call, which is refused as such.
-    assert sorted(refused) == [1, *expected("05-null-content")["rejected_lines"]]
-    assert "tool calls" in refused[1]
+    assert sorted(refused) == expected("05-null-content")["rejected_lines"]
     assert "content of message 1 is null" in refused[2]
     assert "content of message 2 is null" in refused[3]
     assert "empty" in refused[4]
@@ -187,11 +186,13 @@ def test_null_and_empty_content() -> None:
         ({"question": "2+2?", "answer": " "}, "is empty"),
         ({"question": 4, "answer": "4"}, "question is text or a list of text parts, not 4"),
         ({"messages": []}, "messages with role and content"),
-        ({"messages": "hi"}, "messages with role and content"),
+        ({"messages": "hi"}, "the conversation is a list, not 'hi'"),
+        ({"messages": "[1"}, "the conversation is not valid JSON"),
         ({"messages": ["hi"]}, "message 1 is no object"),
         ({"messages": [{"role": "usr", "content": "x"}]}, "unknown role 'usr'; did you mean user"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "tool calls"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}, "tool calls"),
+        ({"messages": [{"role": "tool", "content": None}]}, "content of message 1 is null"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": ["f"]}, "description of a tool is not"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": {"name": "f"}}, "'tools' is a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"not text \('image'\)"),
         ({"text": None}, "'text' is null"),
         ({"text": ""}, "text is empty"),

@@ -148,22 +148,45 @@ def test_case_15_trained_tokens() -> None:
     assert batch.trained_tokens == known["denominator"]
 
 
-def test_case_08_what_a_template_refuses_is_said_with_its_words() -> None:
+def test_case_08_system_words_without_a_system_turn() -> None:
     known = expected("08-no-system-role")
     rows = list(read(case("08-no-system-role.jsonl")))
     renderer = Renderer(tokenizer(), chat_template=template("alternate-nosystem"))
-    for row, words in ((rows[0], "no system turn"), (rows[1], "turns have to go user")):
-        with pytest.raises(UserError, match=rf"08-no-system-role\.jsonl:{row.origin.line}: .*{words}"):
-            renderer.documents([to_example(row)])
+    folded = renderer.layout(to_example(rows[0]))
+    assert folded.text == known["line_1_if_folded"]
+    assert folded.notes == (
+        "system words put in front of the first question, as the chat template has no system turn",
+    )
+    with pytest.raises(UserError, match=r"08-no-system-role\.jsonl:2: .*turns have to go user"):
+        renderer.documents([to_example(rows[1])])
     (document,) = renderer.documents([to_example(rows[2])])
     assert tokenizer().decode(document.ids) == known["line_3_rendered"]
+    assert renderer.layout(to_example(rows[2])).notes == ()
+
+
+def test_system_words_that_cannot_be_folded() -> None:
+    late = Conversation(
+        messages=[*talk("a", "b").messages, {"role": "system", "content": "s"}, *talk("c", "d").messages],
+        origin=Origin("rows.jsonl", 1),
+    )
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*no system turn.*user, assistant, system, user"):
+        one(late, template("alternate-nosystem"))
+
+
+def test_folding_moves_what_is_trained() -> None:
+    document = one(talk("a", "b", "c", "d", system="s"), template("alternate-nosystem"))
+    assert trained_texts(document, tokenizer()) == ["b<end_of_turn>", "d<end_of_turn>"]
 
 
 def test_words_that_a_template_leaves_out_are_not_lost_unsaid(tmp_path: Path) -> None:
     lost = jinja(tmp_path, SYSTEM_LOST)
     assert one(talk("hi", "ho"), lost)
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*leaves out the words of message 1 \(system\)"):
-        one(talk("hi", "ho", system="be kind"), lost)
+    folded = one(talk("hi", "ho", system="be kind"), lost)
+    assert tokenizer().decode(folded.ids) == "USER: be kind\n\nhi\nBOT: ho\n</s>"
+    mute = SYSTEM_LOST.replace("!= 'system'", "not in ('system', 'tool')")
+    turns = [*talk("a", "b").messages, {"role": "tool", "content": "42"}, *talk("c", "d").messages]
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*leaves out the words of message 3 \(tool\)"):
+        one(Conversation(messages=turns, origin=Origin("rows.jsonl", 1)), jinja(tmp_path, mute))
 
 
 def test_a_template_that_trims() -> None:
@@ -181,7 +204,7 @@ def test_a_template_that_does_not_trim() -> None:
 def test_a_template_without_a_generation_header(tmp_path: Path) -> None:
     document = one(talk("a", "b", "b</s>", "  c "), jinja(tmp_path, HEADERLESS))
     assert tokenizer().decode(document.ids) == "<s>[INST] a [/INST] b</s>[INST] b</s> [/INST] c</s>"
-    assert trained_texts(document, tokenizer()) == ["b</s>", "c</s>"]
+    assert trained_texts(document, tokenizer()) == [" b</s>", " c</s>"]  # a prompt ends before the space
 
 
 def test_an_empty_thinking_block_is_trained(tmp_path: Path) -> None:

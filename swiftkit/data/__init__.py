@@ -1,14 +1,16 @@
 """From files to packed batches: read, normalise, render, cut, pack. Torch-free."""
 
 from swiftkit.data.batch import PackedBatch, collate
-from swiftkit.data.document import Document, Origin
+from swiftkit.data.conversation import Conversation, Message
+from swiftkit.data.document import Document, Origin, RowError
+from swiftkit.data.lines import Row
 from swiftkit.data.order import num_steps, windows_of_run, windows_of_step
 from swiftkit.data.pack import pack
 from swiftkit.data.prepare import Prepared, prepare
-from swiftkit.data.read import Row, read
+from swiftkit.data.read import read
 from swiftkit.data.render import Renderer
 from swiftkit.data.report import DataReport
-from swiftkit.data.shapes import Completion, Conversation, Message, PlainText, to_example
+from swiftkit.data.shapes import Completion, PlainText, to_example
 from swiftkit.data.template import ChatTemplate, resolve_chat_template
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Prepared",
     "Renderer",
     "Row",
+    "RowError",
     "collate",
     "num_steps",
     "pack",

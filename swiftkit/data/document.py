@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +14,32 @@ TokenIds: TypeAlias = NDArray[np.int32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 
+class RowError(UserError):
+    """One row is at fault: `--skip_bad_rows` counts it and goes on, where any other error ends the run."""
+
+    def __init__(self, origin: Origin, reason: str) -> None:
+        super().__init__(f"{origin}: {reason}")
+        self.origin = origin
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row stands: the file as the user named it, and its line (from 1, blank lines counted)."""
+    """Where a row stands: the file as the user named it, and its line (from 1, blank lines counted).
+
+    Files without lines (parquet, a hub's data set) count rows, from 1.
+    """
 
     file: str
     line: int
+    unit: Literal["line", "row"] = "line"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{'row ' if self.unit == 'row' else ''}{self.line}"
 
-    def error(self, reason: str) -> UserError:
+    def error(self, reason: str) -> RowError:
         """The error that refuses this row; it begins with `file:line: `."""
-        return UserError(f"{self}: {reason}")
+        return RowError(self, reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,49 +1,125 @@
-"""From a source's name to its rows: JSON lines, every line accounted for."""
+"""From a source as the user writes it to its rows, every line accounted for."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
 
-from swiftkit.data.document import Origin
+from swiftkit.data.document import RowError
+from swiftkit.data.lines import Row, Rows
+from swiftkit.data.read_hub import hub_rows
+from swiftkit.data.read_json import json_file, json_lines
+from swiftkit.data.read_table import comma_separated, parquet_rows, tab_separated
+from swiftkit.data.read_text import stretches
 from swiftkit.errors import UserError, nearest
 
-SUFFIXES = (".jsonl", ".json")
+READERS: dict[str, Callable[[Path, str], Rows]] = {
+    ".jsonl": json_lines,
+    ".json": json_file,
+    ".csv": comma_separated,
+    ".tsv": tab_separated,
+    ".parquet": parquet_rows,
+    ".txt": stretches,
+}
 SHIPPED_PREFIX = "swiftkit::"
-
-
-def _shipped_folder() -> Path:
-    """A wheel carries the data sets inside the package; a checkout has them at the repository's root."""
-    package = Path(__file__).parents[1]
-    return package / "_data" if (package / "_data").is_dir() else package.parent / "data"
+HUBS = ("hf", "ms")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One JSON object of a file."""
+class Source:
+    """A data set as it is written: a name, and how many rows of it to take (None is all)."""
 
-    value: dict[str, Any]
-    origin: Origin
+    name: str
+    limit: int | None = None
 
 
-def read(source: str) -> Iterator[Row]:
-    """Yields the rows of a JSON-lines file in order.
+def read(
+    written: str, *, on_bad: Callable[[RowError], None] | None = None, streaming: bool = False
+) -> Iterator[Row]:
+    """Yields the rows of a source in order.
 
     Args:
-        source: a path or `swiftkit::NAME` (a data set that ships with the project); `#N` behind it
-            takes the first N rows.
+        written: a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a folder of them, `hf::ID`, `ms::ID`,
+            or `swiftkit::NAME` (a data set that ships with the project); `#N` behind it takes the first N
+            rows (of a .txt, whose windows are cut later, all stretches come).
+        on_bad: takes the error of a row that cannot be read; without it the first one is raised.
+        streaming: a hub's rows are fetched as they are read.
 
     Raises:
-        UserError: the source does not exist or is of another kind, or a line is not exactly one JSON
-            object in UTF-8 (the message begins with `file:line: `).
+        UserError: the source does not exist or is of another kind, or cannot be read on; RowError for a row
+            (the message begins with `file:line: `).
     """
-    name, limit = _split_limit(source)
-    path = shipped(name) if name.startswith(SHIPPED_PREFIX) else _existing(name)
-    return _rows(path, name, limit)
+    source = parse_source(written)
+    rows = rows_of(source, streaming=streaming)
+    return islice(_good(rows, on_bad), source.limit) if source.limit else _good(rows, on_bad)
+
+
+def parse_source(written: str) -> Source:
+    """Takes the `#N` off a name. A file that is really called so is meant as it is.
+
+    Raises:
+        UserError: what follows # is no whole number from 1.
+    """
+    name, mark, count = written.rpartition("#")
+    if not mark or Path(written).expanduser().exists():
+        return Source(written)
+    if not re.fullmatch("[0-9]+", count) or int(count) < 1:
+        raise UserError(
+            f"{written}: behind # stands how many rows to take, a whole number from 1, not {count!r}"
+        )
+    return Source(name, int(count))
+
+
+def rows_of(source: Source, *, streaming: bool = False) -> Rows:
+    """Yields all rows of a source, whatever its limit, and in the place of a bad row its error.
+
+    Raises:
+        UserError: the source does not exist or is of another kind.
+    """
+    name = source.name
+    hub, mark, _ = name.partition("::")
+    if mark and hub in HUBS:
+        return hub_rows(name, streaming=streaming)
+    if name.startswith(SHIPPED_PREFIX):
+        return _rows([(shipped(name), name)])
+    if mark and not Path(name).exists():
+        raise UserError(f"{name}: {hub}:: is not read; give a file, hf::ID, ms::ID or {SHIPPED_PREFIX}NAME")
+    return _rows(files_of(name))
+
+
+def files_of(name: str) -> list[tuple[Path, str]]:
+    """The files that a path stands for, each with the name that errors call it.
+
+    A folder stands for all files in and below it that can be read, in the order of their paths; hidden ones
+    are left alone.
+
+    Raises:
+        UserError: there is no such file, or it is of a kind that is not read.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        inside = [
+            entry
+            for entry in sorted(path.rglob("*"))
+            if entry.suffix.lower() in READERS
+            and entry.is_file()
+            and not any(part.startswith(".") for part in entry.relative_to(path).parts)
+        ]
+        if not inside:
+            raise UserError(f"{name} is a folder without a {_kinds()} file")
+        return [(entry, f"{name.rstrip('/')}/{entry.relative_to(path).as_posix()}") for entry in inside]
+    if not path.is_file():
+        beside = [entry.name for entry in path.parent.glob("*") if entry.suffix in READERS]
+        raise UserError(f"no file {name}{nearest(path.name, beside, say='; did you mean {}?')}")
+    if path.suffix.lower() not in READERS:
+        raise UserError(
+            f"{name}: files of kind {path.suffix or 'without a suffix'!r} are not read; "
+            f"give a {_kinds()} file"
+        )
+    return [(path, name)]
 
 
 def shipped(name: str) -> Path:
@@ -63,81 +139,30 @@ def shipped(name: str) -> Path:
     raise UserError(f"no data set {name}: there are {', '.join(sorted(known)) or 'none'}{offer}")
 
 
-def _split_limit(source: str) -> tuple[str, int | None]:
-    name, mark, count = source.rpartition("#")
-    if not mark or Path(source).exists():
-        return source, None
-    if not re.fullmatch("[0-9]+", count) or int(count) < 1:
-        raise UserError(
-            f"{source}: behind # stands how many rows to take, a whole number from 1, not {count!r}"
-        )
-    return name, int(count)
+def _shipped_folder() -> Path:
+    """A wheel carries the data sets inside the package; a checkout has them at the repository's root."""
+    package = Path(__file__).parents[1]
+    return package / "_data" if (package / "_data").is_dir() else package.parent / "data"
 
 
-def _existing(name: str) -> Path:
-    origin, mark, _ = name.partition("::")
-    if mark:
-        raise UserError(f"{name}: {origin}:: is not read; give a .jsonl file, or {SHIPPED_PREFIX}NAME")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        raise UserError(f"{name} is a folder; give a file in it, one JSON object a line")
-    if not path.exists():
-        beside = [entry.name for entry in path.parent.glob("*") if entry.suffix in SUFFIXES]
-        raise UserError(f"no file {name}{nearest(path.name, beside, say='; did you mean {}?')}")
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(
-            f"{name}: files of kind {path.suffix or 'without a suffix'!r} are not read; "
-            f"write one JSON object a line into a {' or '.join(SUFFIXES)} file"
-        )
-    return path
+def _kinds() -> str:
+    *some, last = READERS
+    return f"{', '.join(some)} or {last}"
 
 
-def _rows(path: Path, name: str, limit: int | None) -> Iterator[Row]:
-    taken = 0
-    with path.open("rb") as lines:  # bytes: only \n ends a line, whatever else Unicode calls a line break
-        for number, line in enumerate(lines, start=1):
-            origin = Origin(name, number)
-            text = _decoded(line, origin)
-            if not text:
-                continue
-            yield Row(_parsed(text, origin), origin)
-            taken += 1
-            if taken == limit:
-                return
+def _rows(files: list[tuple[Path, str]]) -> Rows:
+    for path, name in files:
+        try:
+            yield from READERS[path.suffix.lower()](path, name)
+        except OSError as failure:
+            raise UserError(f"{name} cannot be read: {failure.strerror or failure}") from None
 
 
-def _decoded(line: bytes, origin: Origin) -> str:
-    try:
-        # A mark at a later line's start comes from files that were joined; inside a value it is data.
-        return line.decode("utf-8").strip(" \t\r\n").removeprefix("\ufeff").strip(" \t\r\n")
-    except UnicodeDecodeError as failure:
-        raise origin.error(f"byte {failure.start + 1} is not UTF-8; save the file as UTF-8") from None
-
-
-def _parsed(text: str, origin: Origin) -> dict[str, Any]:
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError as failure:
-        if failure.msg == "Extra data":
-            rule = (
-                f"more follows the first JSON value at character {failure.pos + 1}; write one object a line"
-            )
-        elif text in ("[", "{"):
-            rule = "the JSON goes on over several lines; write one object a line"
+def _good(rows: Rows, on_bad: Callable[[RowError], None] | None) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Row):
+            yield row
+        elif on_bad is None:
+            raise row
         else:
-            rule = f"not valid JSON at character {failure.pos + 1}: {failure.msg}"
-        raise origin.error(rule) from None
-    except (ValueError, RecursionError) as failure:
-        raise origin.error(f"not valid JSON: {failure}") from None
-    if not isinstance(value, dict):
-        raise origin.error(f"a row is a JSON object {{...}}, not {_kind(value)}; write one object a line")
-    return value
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON value; use null or leave the key out")
-
-
-def _kind(value: Any) -> str:
-    kinds = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")
+            on_bad(row)

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from swiftkit.data.content import check_answer, check_characters, listed, shortly, text_of
+from swiftkit.data.conversation import Conversation, Message, conversation
 from swiftkit.data.document import Origin
-from swiftkit.data.read import Row
-from swiftkit.errors import nearest
-
-Message: TypeAlias = dict[str, Any]
-
-ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt"), "assistant"),
-    "system": "system",
-    "developer": "developer",
-}
-TOOL_ROLES = frozenset(
-    {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
-)
-# Other tools' switches for a turn that is context only: ms-swift, axolotl, and OpenAI's fine-tuning format.
-LOSS_SWITCHES = ("loss", "train", "weight")
-NO_TOOLS = "tool calls are not supported in training rows; take this row out"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """Turns that the chat template renders; answers are trained.
-
-    Attributes:
-        messages: dicts with `role` and `content` (text), and what else the template may read.
-        origin: the row's file and line.
-        tools: tool descriptions for the template.
-        context: indices of answers that are shown but not trained.
-    """
-
-    messages: list[Message]
-    origin: Origin
-    tools: list[dict[str, Any]] | None = None
-    context: frozenset[int] = frozenset()
-
-    @property
-    def answers(self) -> list[int]:
-        """Indices of the messages that are trained."""
-        return [
-            index
-            for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and index not in self.context
-        ]
+from swiftkit.data.lines import Row
+from swiftkit.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,40 +31,85 @@ class PlainText:
 
 
 Example: TypeAlias = Conversation | Completion | PlainText
+Convert: TypeAlias = Callable[[Row], Example]
 
 
-def to_example(row: Row) -> Example:
+def to_example(row: Row, columns: Mapping[str, str] | None = None) -> Example:
     """Finds the row's shape by its keys and gives it its one meaning.
 
+    Args:
+        row: as it was read.
+        columns: from the row's own names to those of a shape (see `column_names`); such shapes come first.
+
     Raises:
-        UserError: no known shape, a null or empty text where one is needed, an unknown role, a tool call.
+        RowError: no known shape, a null or empty text where one is needed, an unknown role.
     """
-    return _shape_of(row)(row.value, row.origin)
+    renamed = {name: row.value[key] for key, name in (columns or {}).items() if key in row.value}
+    if columns and renamed:
+        rest = {key: value for key, value in row.value.items() if key not in columns}
+        row = replace(row, value=rest | renamed)
+    return _shape_of(row, renamed.keys())(row)
 
 
-def _shape_of(row: Row) -> Callable[[Mapping[str, Any], Origin], Example]:
+def column_names(written: Mapping[str, str]) -> dict[str, str]:
+    """`--columns` as a mapping from the rows' names to ours, whichever way round each pair is written.
+
+    Raises:
+        UserError: neither word of a pair is a column of a known shape, or one is named twice.
+    """
+    known = {key for needed in SHAPES for key in needed} | {"system", "history", "tools", "input"}
+    found: dict[str, str] = {}
+    for first, second in written.items():
+        ours, theirs = (first, second) if first in known else (second, first)
+        if ours not in known:
+            raise UserError(
+                f"--columns: neither {first!r} nor {second!r} is a column that is read; "
+                f"those are {', '.join(sorted(known))}"
+            )
+        if theirs in found or ours in found.values():
+            raise UserError(f"--columns: {theirs!r} for {ours!r} is named twice")
+        found[theirs] = ours
+    return found
+
+
+def _shape_of(row: Row, named: Set[str]) -> Convert:
     filled = {key for key, value in row.value.items() if value is not None}
-    for needed, convert in SHAPES.items():
+    for needed in PREFERENCES:
         if filled.issuperset(needed):
-            return convert
-    for needed in SHAPES:
+            raise row.origin.error(_not_for_sft(needed, row.value))
+    first = sorted(SHAPES, key=lambda needed: named.isdisjoint(needed))  # stable: else in the table's order
+    for needed in first:
+        if filled.issuperset(needed):
+            return SHAPES[needed]
+    for needed in first:
         if row.value.keys() >= set(needed):
             null = next(key for key in needed if key not in filled)
-            raise row.origin.error(f"{null!r} is null; it needs a value")
+            raise row.origin.error(f"{null!r} is null or empty; it needs a value")
     keys = ", ".join(map(repr, row.value)) or "none"
     known = "; ".join(" + ".join(needed) for needed in SHAPES)
-    raise row.origin.error(f"no known row shape with the keys {keys}; known are: {known}")
+    raise row.origin.error(
+        f"no known row shape with the keys {keys}; known are: {known}; "
+        """--columns '{"question": "MINE"}' tells which column is which"""
+    )
 
 
-def _from_messages(value: Mapping[str, Any], origin: Origin) -> Conversation:
-    return _conversation(value, value["messages"], origin)
+def _not_for_sft(needed: tuple[str, ...], value: Mapping[str, Any]) -> str:
+    ours = "completion" if isinstance(value.get("chosen"), str) else "messages"
+    mend = f"""--columns '{{"{ours}": "chosen"}}'""" if "chosen" in needed else f"take {needed[-1]!r} out"
+    return (
+        f"a preference row ({' + '.join(needed)}): dpo and reward models learn from these, sft has no use "
+        f"for a rejected answer; to train on the good one, {mend}"
+    )
 
 
-def _from_sharegpt(value: Mapping[str, Any], origin: Origin) -> Conversation:
-    turns = value["conversations"]
-    if isinstance(turns, list):
-        turns = [_sharegpt_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
-    return _conversation(value, turns, origin)
+def _from_messages(row: Row) -> Conversation:
+    return conversation(row.value, row.value["messages"], row.origin, columnar=row.columnar)
+
+
+def _from_sharegpt(row: Row) -> Conversation:
+    turns = listed(row.value["conversations"], "conversation", row.origin)
+    turns = [_sharegpt_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+    return conversation(row.value, turns, row.origin, columnar=row.columnar)
 
 
 def _sharegpt_turn(turn: dict[str, Any]) -> dict[str, Any]:
@@ -111,30 +117,33 @@ def _sharegpt_turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {renamed.get(key, key): value for key, value in turn.items()}
 
 
-def _from_prompt(value: Mapping[str, Any], origin: Origin) -> Example:
-    prompt, completion = value["prompt"], value["completion"]
+def _from_prompt(row: Row) -> Example:
+    prompt, completion, origin = row.value["prompt"], row.value["completion"], row.origin
     if isinstance(prompt, str) and isinstance(completion, str):
-        _check_answer(completion, "completion", origin)
-        _check_characters(prompt + completion, origin)
+        check_answer(completion, "completion", origin)
+        check_characters(prompt + completion, origin)
         return Completion(prompt=prompt, completion=completion, origin=origin)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     for key, turns in (("prompt", asked), ("completion", answered)):
         if not isinstance(turns, list):
-            raise origin.error(f"{key!r} is text or a list of messages, not {turns!r}")
-    return _conversation(value, asked + answered, origin, shown=len(asked))
+            raise origin.error(f"{key!r} is text or a list of messages, not {shortly(turns)}")
+    return conversation(row.value, asked + answered, origin, shown=len(asked), columnar=row.columnar)
 
 
-def _asked(question: str, answer: str, *, extra: str | None = None) -> Callable[..., Conversation]:
+def _asked(question: str, answer: str, *, extra: str | None = None) -> Convert:
     """A shape of one question column and one answer column, with optional system and history."""
 
-    def convert(value: Mapping[str, Any], origin: Origin) -> Conversation:
-        words = _content(value[question], question, origin)
+    def convert(row: Row) -> Conversation:
+        value, origin = row.value, row.origin
+        words = text_of(value[question], question, origin)
         if extra and value.get(extra):
-            words = "\n".join(part for part in (words, _content(value[extra], extra, origin)) if part)
+            words = "\n".join(part for part in (words, text_of(value[extra], extra, origin)) if part)
+        answered = text_of(value[answer], answer, origin)
+        check_answer(answered, answer, origin)
         turns = _history(value.get("history"), origin)
-        turns += [{"role": "user", "content": words}, {"role": "assistant", "content": value[answer]}]
-        return _conversation(value, turns, origin)
+        turns += [{"role": "user", "content": words}, {"role": "assistant", "content": answered}]
+        return conversation(value, turns, origin, columnar=row.columnar)
 
     return convert
 
@@ -142,24 +151,23 @@ def _asked(question: str, answer: str, *, extra: str | None = None) -> Callable[
 def _history(history: Any, origin: Origin) -> list[Message]:
     if history is None:
         return []
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
+    pairs = listed(history, "'history'", origin)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise origin.error("'history' is a list of [question, answer] pairs")
     return [
         {"role": role, "content": words}
-        for pair in history
+        for pair in pairs
         for role, words in zip(("user", "assistant"), pair, strict=True)
     ]
 
 
-def _from_text(value: Mapping[str, Any], origin: Origin) -> PlainText:
-    text = _content(value["text"], "text", origin)
-    _check_answer(text, "text", origin)
-    return PlainText(text=text, origin=origin)
+def _from_text(row: Row) -> PlainText:
+    text = text_of(row.value["text"], "text", row.origin)
+    check_answer(text, "text", row.origin)
+    return PlainText(text=text, origin=row.origin)
 
 
-SHAPES: dict[tuple[str, ...], Callable[[Mapping[str, Any], Origin], Example]] = {
+SHAPES: dict[tuple[str, ...], Convert] = {
     ("messages",): _from_messages,
     ("conversations",): _from_sharegpt,
     ("prompt", "completion"): _from_prompt,
@@ -168,75 +176,10 @@ SHAPES: dict[tuple[str, ...], Callable[[Mapping[str, Any], Origin], Example]] = 
     ("question", "answer"): _asked("question", "answer"),
     ("text",): _from_text,
 }
-
-
-def _conversation(value: Mapping[str, Any], turns: Any, origin: Origin, *, shown: int = 0) -> Conversation:
-    """Checks every turn; answers among the first `shown` turns are context."""
-    if not isinstance(turns, list) or not turns:
-        raise origin.error("the conversation is an empty or no list; it needs messages with role and content")
-    if value.get("tools"):
-        raise origin.error(NO_TOOLS)
-    messages = [_message(turn, number, origin) for number, turn in enumerate(turns, start=1)]
-    off = {index for index, message in enumerate(messages) if not _is_trained(message) or index < shown}
-    for message in messages:
-        for switch in LOSS_SWITCHES:
-            message.pop(switch, None)
-    system = value.get("system")
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _content(system, "system", origin)})
-        off = {index + 1 for index in off}
-    return Conversation(messages=messages, origin=origin, context=frozenset(off))
-
-
-def _message(turn: Any, number: int, origin: Origin) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise origin.error(f"message {number} is no object with role and content")
-    role = turn["role"]
-    if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
-        raise origin.error(NO_TOOLS)
-    if role not in ROLES:
-        offer = nearest(role, ROLES, say="; did you mean {}?")
-        raise origin.error(f"message {number} has the unknown role {role!r}{offer}")
-    content = _content(turn.get("content"), f"content of message {number}", origin)
-    if ROLES[role] == "assistant":
-        _check_answer(content, f"content of message {number}", origin)
-    # Null-filled columns would count as defined in a template.
-    kept = {key: value for key, value in turn.items() if value is not None}
-    return {**kept, "role": ROLES[role], "content": content}
-
-
-def _is_trained(message: Message) -> bool:
-    return all(message.get(switch, True) for switch in LOSS_SWITCHES)
-
-
-def _content(content: Any, name: str, origin: Origin) -> str:
-    """Text as it is, or the text parts of a list joined."""
-    if isinstance(content, list):
-        content = "".join(_part(part, name, origin) for part in content)
-    if content is None:
-        raise origin.error(f"the {name} is null; it needs a text")
-    if not isinstance(content, str):
-        raise origin.error(f"the {name} is text or a list of text parts, not {content!r}")
-    _check_characters(content, origin)
-    return content
-
-
-def _part(part: Any, name: str, origin: Origin) -> str:
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise origin.error(f"the {name} has a part that is not text ({kind!r}); only text parts are trained")
-
-
-def _check_answer(words: str, name: str, origin: Origin) -> None:
-    if not words.strip():
-        raise origin.error(f"the {name} is empty; an empty answer would train the stop token alone")
-
-
-def _check_characters(words: str, origin: Origin) -> None:
-    try:
-        words.encode("utf-8")
-    except UnicodeEncodeError as failure:
-        raise origin.error(
-            f"half a character (a lone surrogate, {words[failure.start]!r}) in a text"
-        ) from None
+PREFERENCES: tuple[tuple[str, ...], ...] = (
+    ("chosen", "rejected"),
+    ("messages", "rejected_response"),
+    ("messages", "rejected_messages"),
+    ("conversations", "rejected_response"),
+    ("query", "response", "rejected_response"),
+)

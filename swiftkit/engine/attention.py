@@ -154,11 +154,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """All segments in one FlashAttention call. Gives [tokens, heads, head_dim]."""
-    from torch.nn.attention.varlen import varlen_attn
-
     longest = max(plan.lengths)
-    left = -1 if rules.window is None else rules.window - 1
-    output = varlen_attn(
+    output, *_ = torch.ops.aten._flash_attention_forward(
         q.transpose(0, 1),
         k.transpose(0, 1),
         v.transpose(0, 1),
@@ -166,11 +163,13 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) 
         plan.cu_seqlens,
         longest,
         longest,
+        0.0,
+        True,
+        False,
         scale=rules.scaling,
-        window_size=(left, 0),
-        enable_gqa=q.shape[0] != k.shape[0],
+        window_size_left=None if rules.window is None else rules.window - 1,
+        window_size_right=None if rules.window is None else 0,
     )
-    assert isinstance(output, Tensor)
     return output
 
 

@@ -30,13 +30,14 @@ def local_model(
     *,
     source: hub.Source = "auto",
     revision: str | None = None,
+    accept: hub.Accept | None = None,
     say: hub.Say = print,
 ) -> LocalModel:
     """Fetch a model where it is not here yet, and convert it, once, where it is a GGUF.
 
     Args and errors as of `hub.fetch`; also raises UserError when a folder lacks what training needs.
     """
-    fetched = hub.fetch(where, source=source, revision=revision, say=say)
+    fetched = hub.fetch(where, source=source, revision=revision, accept=accept, say=say)
     path = fetched.path
     if path.suffix == ".gguf":
         path = _converted(fetched, where, say)
