@@ -13,7 +13,7 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow lint types wheel clean
+.PHONY: help quickstart install test test-slow test-gpu lint types wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: $(VENV)/.installed-dev  ## install what the tests need and run the quick o
 test-slow: $(VENV)/.installed-dev $(OLDEST)/.installed-dev  ## the slow tests; then some with the oldest transformers
 	$(VENV)/bin/python $(PYTEST) -m "slow and not gpu and not multigpu"
 	$(OLDEST)/bin/python $(PYTEST) -m "compat and not gpu and not multigpu"
+
+test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of torch)
+	$(PYTHON) $(PYTEST) -m "gpu and not multigpu"
 
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(VENV)/bin/ruff check .

@@ -55,12 +55,12 @@ def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -
     All that needs no model is checked first: the model may have to be downloaded, if only for the config.json
     that is the recipe of a name which the registry does not know.
     """
+    from swiftkit.formats.named import known_recipe, recipe_of
+
     known = configure(SftConfig, "sft", knobs, file=file)
-    recipe = None if Path(known.model).is_dir() else registry.resolve(known.model)
+    recipe = known_recipe(known.model)
     _preflight(known)
     if recipe is None:
-        from swiftkit.formats.named import recipe_of
-
         recipe = recipe_of(known.model, source=known.model_source, revision=known.revision)
     return configure(SftConfig, "sft", knobs, file=file, recipe=registry.defaults(recipe, "sft"))
 
@@ -105,7 +105,9 @@ def _plain(value: Any, renamed: Mapping[str, str]) -> Any:
         return [_plain(part, renamed) for part in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return renamed.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, bool):
+        return renamed.get(str(value).lower(), value)
+    return renamed.get(str(value), value) if isinstance(value, str | int) else value
 
 
 def _preflight(config: SftConfig) -> None:
@@ -119,8 +121,9 @@ def _preflight(config: SftConfig) -> None:
     from swiftkit.train.log import check_writers
     from swiftkit.train.run import check_output_dir
 
+    on_bad = (lambda _: None) if config.skip_bad_rows else None  # they are counted when all rows are read
     for source in (*config.dataset, *config.val_dataset):
-        next(read(source), None)
+        next(read(source, on_bad=on_bad, streaming=config.streaming), None)
     resolve_chat_template(config.chat_template)
     check_writers(config.report_to)
     check_output_dir(config.output_dir)

@@ -133,9 +133,6 @@ def _cp(words: Words) -> None:
 
 
 def _recipe(name: str) -> registry.Recipe:
-    recipe = registry.resolve(name)
-    if recipe is not None:
-        return recipe
     from swiftkit.formats.named import recipe_of
 
     return recipe_of(name)

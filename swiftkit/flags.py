@@ -52,17 +52,23 @@ def parse(
         values = [value] if equals else []
         while not equals and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        late = next((value for value in values if file and value.endswith(YAML)), None)
-        if late is not None:
-            raise UserError(f"{late} is a config file: it comes first, before the flags")
         name, renamed = knob_of(schema, name)
         if name not in schema.model_fields:
             raise UserError(unknown(schema, name))
+        # A switch needs no value and most knobs take one: what follows may be a file in the wrong place.
+        surplus = values[0 if schema.model_fields[name].annotation is bool else 1 :]
+        late = next((value for value in surplus if file and _names_config(value)), None)
+        if late is not None:
+            raise UserError(f"{late} is a config file: it comes first, before the flags")
         if name in knobs:
             raise UserError(f"--{name} is given twice")
         values = [renamed.get(value, value) for value in values]
         knobs[name] = _value(schema.model_fields[name], name, values)
     return path, knobs
+
+
+def _names_config(word: str) -> bool:
+    return word.endswith(YAML) and not any(letter.isspace() for letter in word)
 
 
 def knob_of(schema: type[Config], name: str) -> tuple[str, Mapping[str, str]]:

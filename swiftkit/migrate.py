@@ -98,10 +98,13 @@ _MODEL = [
 ]
 
 _QUANTIZED = [
-    *_later("quant_method quant_bits", "it will be --base_precision nf4 or fp8"),
-    *_later(
-        "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_4bit_quant_storage",
-        "it will be --base_precision nf4, computing in bf16",
+    *_ours("quant_bits", "base_precision", "alone, without quant_method", **{"4": "nf4", "8": "fp8"}),
+    *_never("quant_method", "leave it out; 4 bits are --base_precision nf4, 8 bits --base_precision fp8"),
+    *_ours("bnb_4bit_compute_dtype", "nf4_compute", bfloat16="bf16"),
+    *_never("bnb_4bit_quant_type", "leave it out; the 4 bits of --base_precision nf4 are NF4"),
+    *_never(
+        "bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        "leave it out; --base_precision nf4 has one form: packed in bytes, one fp32 scale for 64 weights",
     ),
     *_never("hqq_axis", "HQQ is not used"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from swiftkit import registry
 from swiftkit.api import configure_sft, read_config
 from swiftkit.cli import main
 from swiftkit.errors import UserError
-from swiftkit.train.run import Run
+from swiftkit.train.run import Run, create_folder
 from tests import tiny
 
 PERSONA = "swiftkit::persona"
@@ -98,6 +99,45 @@ def test_three_doors_translate_the_same_words() -> None:
         ),
     ):
         assert (config.model, config.base_precision) == ("smollm2-135m", "bf16")
+
+
+def test_values_of_ms_swift_that_are_no_text() -> None:
+    for config in (
+        configure_sft({"model": "smollm2-135m", "dataset": PERSONA, "quant_bits": 4, "use_hf": True}),
+        configure_sft({}, file=yaml(model="smollm2-135m", dataset=PERSONA, quant_bits=4, use_hf="true")),
+    ):
+        assert (config.base_precision, config.model_source) == ("nf4", "hf")
+
+
+def test_a_run_s_folder_does_not_take_its_model_s_name() -> None:
+    for _ in range(2):
+        config = configure_sft({"model": "smollm2-135m", "dataset": PERSONA, "output_dir": "."})
+        assert config.learning_rate == 1e-3  # the recipe's
+        create_folder(config.output_dir, config.model)
+    with pytest.raises(UserError, match=r"^\./nofolder/x is no folder; give a model folder, "):
+        configure_sft({"model": "./nofolder/x", "dataset": PERSONA})
+
+
+def test_a_bad_first_row_stops_only_a_run_that_does_not_skip_it() -> None:
+    good = '{"question": "One?", "answer": "Two."}\n'
+    Path("rows.jsonl").write_text("{broken\n" + good, encoding="utf-8")
+    knobs = {"model": "smollm2-135m", "dataset": "rows.jsonl"}
+    with pytest.raises(UserError, match=r"^rows\.jsonl:1: "):
+        configure_sft(knobs)
+    assert configure_sft({**knobs, "skip_bad_rows": True}).dataset == ["rows.jsonl"]
+
+
+def test_a_hub_s_rows_are_streamed_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def read(source: str, *, on_bad: object, streaming: bool) -> Iterator[None]:
+        asked.append((source, streaming))
+        return iter(())
+
+    monkeypatch.setattr("swiftkit.data.read", read)
+    for streaming in (False, True):
+        configure_sft({"model": "smollm2-135m", "dataset": "hf::owner/rows", "streaming": streaming})
+    assert asked == [("hf::owner/rows", False), ("hf::owner/rows", True)]
 
 
 EMPTY = "my.yaml is empty; `swiftkit cp MODEL sft FILE` writes a complete config"

@@ -74,6 +74,15 @@ def test_a_full_row_gets_no_padding_document() -> None:
         collate([[document(4)]], pad_id=0, pad_to=3)
 
 
+def test_padding_is_many_short_documents() -> None:
+    """One long document of padding would cost attention the square of its length."""
+    batch = collate([[document(4)]], pad_id=0, pad_to=300)
+    assert batch.cu_seqlens.tolist() == [0, 4, 132, 260, 300]
+    assert batch.position_ids.max() == 127 and batch.position_ids[4:132].tolist() == list(range(128))
+    assert batch.tokens == 4 and batch.trained_tokens == 3 and (batch.labels[3:] == -100).all()
+    assert np.diff(collate([[document(4)]], pad_id=0, pad_to=260).cu_seqlens).tolist() == [4, 128, 128]
+
+
 def stream(num_windows: int, windows_per_step: int, *, seed: int, total: int) -> list[int]:
     steps = -(-total // windows_per_step)
     taken = [

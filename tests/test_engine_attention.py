@@ -114,5 +114,6 @@ def test_the_fused_row_equals_its_documents_on_a_gpu(
     upstream = torch.randn_like(plain)
     ours = torch.autograd.grad(fused, tensors, upstream.to(fused.dtype))
     theirs = torch.autograd.grad(plain, wide, upstream)
+    largest = max(other.norm() for other in theirs)  # a window of 1 leaves q and k without a gradient
     for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.float() - other).norm() / other.norm() < 2e-2
+        assert (mine.float() - other).norm() < 2e-2 * max(other.norm(), 0.1 * largest)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from swiftkit.data import collate
@@ -127,3 +128,21 @@ def assert_gradients_close(
         assert gradient.norm() > 0, name
         error = (gradient - other).norm() / other.norm()
         assert error < bound, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_a_micro_batch_never_waits_for_the_device(family: str, tmp_path: Path) -> None:
+    """Nothing reads a value back (`.item()`, a branch on a tensor): the host runs ahead of the GPU."""
+    tiny.make(family, tmp_path)
+    engine = engine_of(tmp_path)
+    batch = Batch.of(tiny.packed([5, 9]), device=CPU)
+    with RefuseReading():
+        engine.forward_backward([batch], loss, denominator=3)
+
+
+class RefuseReading(TorchDispatchMode):
+    """Raises where a tensor's value decides something on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), func
+        return func(*args, **(kwargs or {}))

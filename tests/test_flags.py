@@ -27,6 +27,8 @@ def knobs(*words: str, schema: type[Config] = SftConfig) -> dict[str, Any]:
         ("--packing false --seed 1", {"packing": "false", "seed": "1"}),
         ("--packing=false", {"packing": "false"}),
         ("--dataset a.jsonl b.jsonl#5 --seed 1", {"dataset": ["a.jsonl", "b.jsonl#5"], "seed": "1"}),
+        ("--system docker-compose.yaml --seed 1", {"system": "docker-compose.yaml", "seed": "1"}),
+        ("--system=docker-compose.yaml", {"system": "docker-compose.yaml"}),
         ("--dataset=a=b.jsonl", {"dataset": ["a=b.jsonl"]}),
         ("--system=--help", {"system": "--help"}),
         ("--system=", {"system": ""}),
@@ -56,6 +58,8 @@ def test_a_config_file_comes_first() -> None:
         ("--model m --model_id_or_path m", "--model is given twice"),
         ("--dataset", "--dataset needs a value"),
         ("--dataset a.jsonl my.yaml", "my.yaml is a config file: it comes first, before the flags"),
+        ("--seed 1 my.yaml", "my.yaml is a config file: it comes first, before the flags"),
+        ("--packing my.yaml", "my.yaml is a config file: it comes first, before the flags"),
         ("run.txt --seed 1", "'run.txt' is neither a flag nor a config file (.yaml, or a run's args.json)"),
         (
             "my.yaml other --seed 1",
@@ -68,6 +72,12 @@ def test_mistakes(words: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         knobs(*words.split())
     assert str(caught.value) == sentence
+
+
+def test_a_prompt_may_speak_of_a_file() -> None:
+    words = "explain docker-compose.yaml"
+    assert knobs("--prompt", words, schema=ChatConfig) == {"prompt": words}
+    assert knobs("--sample_prompts", "Hello", words) == {"sample_prompts": ["Hello", words]}
 
 
 def test_a_word_of_ms_swift_that_has_no_knob_here_says_so() -> None:

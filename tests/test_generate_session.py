@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from rich.console import Console
 import swiftkit
 from swiftkit.config import ChatConfig
 from swiftkit.data.tokenizer import load_tokenizer, prompt_ids
+from swiftkit.engine import Engine, LoraSpec
+from swiftkit.engine.placement import place
 from swiftkit.errors import UserError
 from swiftkit.generate.chat import chat
 from swiftkit.generate.decode import stream
@@ -164,6 +168,127 @@ def test_an_adapter_of_another_tool_needs_no_args(run: Run, model: Path, tmp_pat
     with pytest.raises(UserError, match="does not say which base"):
         open_session(adapters=str(foreign))
     assert open_session(adapters=str(foreign), model=str(model)).engine.parameters.keys()
+
+
+def copied(run: Run, folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    """The run's checkpoint with another `args.json`."""
+    shutil.copytree(run.adapter_dir, folder)
+    content = change(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    (folder / "args.json").write_text(json.dumps(content), encoding="utf-8")
+    return str(folder)
+
+
+def test_an_adapter_is_not_put_on_other_weights(run: Run, model: Path, tmp_path: Path) -> None:
+    def of_others(args: dict[str, Any]) -> dict[str, Any]:
+        return {**args, "base": {**args["base"], "fingerprint": "0" * 64}}
+
+    adapters = copied(run, tmp_path / "checkpoint", of_others)
+    now = run.args["base"]["fingerprint"][:12]
+    with pytest.raises(UserError) as caught:
+        open_session(adapters=adapters)
+    words = (
+        f"{adapters} was trained on {model} (from folder, fingerprint {'0' * 12}), "
+        f"and {model} (from folder, fingerprint {now}) is not the same"
+    )
+    mend = f"give the --revision of then, or --model {model} to use it all the same"
+    assert str(caught.value) == f"{words}; {mend}"
+    said: list[str] = []
+    Session.open(ChatConfig(adapters=adapters, model=str(model)), say=said.append)
+    assert said == [f"{words}; answers may suffer"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({}, ("theirs/base", "pypi", "then")),
+        ({"revision": "now", "model_source": "hf"}, ("theirs/base", "hf", "now")),
+        ({"model": "mine/base"}, ("mine/base", "auto", None)),
+        ({"model": "mine/base", "revision": "now"}, ("mine/base", "auto", "now")),
+    ],
+)
+def test_the_base_comes_from_where_it_came_in_training(
+    knobs: dict[str, Any],
+    expected: tuple[str, str, str | None],
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def from_a_hub(args: dict[str, Any]) -> dict[str, Any]:
+        config = {**args["config"], "model": "theirs/base", "revision": "then"}
+        return {**args, "config": config, "base": {**args["base"], "source": "pypi"}}
+
+    class Asked(Exception):
+        pass
+
+    def ask(name: str, *, source: str, revision: str | None, say: object) -> None:
+        raise Asked(name, source, revision)
+
+    monkeypatch.setattr("swiftkit.generate.session.open_model", ask)
+    with pytest.raises(Asked) as asked:
+        open_session(adapters=copied(run, tmp_path / "checkpoint", from_a_hub), **knobs)
+    assert asked.value.args == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag", "expected"),
+    [
+        ("auto", "auto", "fp32"),  # auto on this machine, whatever it was on that of the training
+        ("nf4", "auto", "nf4"),
+        ("nf4", "bf16", "bf16"),
+        (None, "auto", "fp8"),  # a run that does not say what was asked
+    ],
+)
+def test_precision_is_what_was_asked_for(
+    asked: str | None,
+    flag: str,
+    expected: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_hopper(args: dict[str, Any]) -> dict[str, Any]:
+        args["config"]["base_precision"] = "fp8"
+        args["asked"] = {**args["config"], "base_precision": asked}
+        return {name: value for name, value in args.items() if asked or name != "asked"}
+
+    class Placed(Exception):
+        pass
+
+    def spy(*arguments: Any, **keywords: Any) -> Any:
+        raise Placed(place(*arguments, **keywords).base_precision)
+
+    monkeypatch.setattr("swiftkit.generate.session.place", spy)
+    adapters = copied(run, tmp_path / "checkpoint", of_hopper)
+    with pytest.raises(Placed) as placed:
+        open_session(adapters=adapters, base_precision=flag, device="cpu")
+    assert placed.value.args == (expected,)
+
+
+def test_an_adapter_of_ms_swift_is_one_of_another_tool(run: Run, tmp_path: Path) -> None:
+    adapters = copied(run, tmp_path / "c", lambda _: {"model": "Qwen/None", "model_type": "qwen2", "seed": 1})
+    session = open_session(adapters=adapters, max_new_tokens=2)  # on the base of PEFT's config
+    assert session.messages == []
+    session.ask("Hi")
+    (tmp_path / "c" / "args.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"args\.json is not JSON"):
+        open_session(adapters=adapters)
+
+
+def test_dropout_is_of_training(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = copied(run, tmp_path / "c", lambda args: args)
+    settings = tmp_path / "c" / "adapter_config.json"
+    peft = json.loads(settings.read_text(encoding="utf-8"))
+    settings.write_text(json.dumps({**peft, "lora_dropout": 0.1}), encoding="utf-8")
+    given: list[LoraSpec] = []
+    load = Engine.load
+
+    def spy(*arguments: Any, **keywords: Any) -> Engine:
+        given.append(keywords["lora"])
+        return load(*arguments, **keywords)
+
+    monkeypatch.setattr(Engine, "load", spy)
+    open_session(adapters=adapters)
+    assert given[0].dropout == 0.0 and given[0].rank == peft["r"]
 
 
 def test_piped_questions_are_one_conversation(

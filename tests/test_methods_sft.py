@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ from rich.console import Console
 from swiftkit.config import SftConfig, TrainKnobs
 from swiftkit.data import Prepared, prepare
 from swiftkit.engine import Engine, LoraSpec
-from swiftkit.engine.build import build_model
+from swiftkit.engine.build import build_model, describe
 from swiftkit.errors import UserError
 from swiftkit.formats.peft import load_adapter
+from swiftkit.formats.source import LocalModel
+from swiftkit.formats.weights import Weights
 from swiftkit.methods import sft
-from swiftkit.train.job import base_for_others
+from swiftkit.train.job import adapter_size, base_for_others
 from swiftkit.train.log import FILE, Log
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
@@ -216,6 +220,7 @@ def test_from_conversations_to_an_adapter(toy_model: Path, tmp_path: Path) -> No
     assert [sample["prompt"] for sample in done.samples] == ["Who are you?", "Say one.", "?"]
     assert all(sample.keys() == {"prompt", "before", "after"} for sample in done.samples)
     assert json.loads((done.folder / "data_report.json").read_text())["training"]["rows_kept"] == 12
+    assert (done.adapter_dir / "generation_config.json").is_file()
     spec, tensors = load_adapter(done.adapter_dir)
     assert len(spec.target_modules) == 2 * 7 and spec.rank == 16
     assert all(bool(t.any()) for t in tensors.values()), "every factor has moved or was drawn"
@@ -259,6 +264,7 @@ def test_args_json_repeats_a_run(toy_model: Path, tmp_path: Path) -> None:
     assert again.folder != first.folder
     made, remade = first.args, again.args
     assert made["plan"].pop("note") and not remade["plan"].pop("note"), "what was auto is a number now"
+    assert made.pop("asked")["max_length"] == "auto" and remade.pop("asked") == made["config"]
     assert remade == made
     columns = ["step", "loss", "learning_rate", "grad_norm"]
     assert again.metrics[columns].equals(first.metrics[columns])
@@ -319,6 +325,145 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     with pytest.raises(UserError, match=r"jsonl:1: the tokenizer makes token \d{3} of it, the model has 100"):
         run(tmp_path, model=str(tmp_path / "model"), dataset=source)
     assert not (tmp_path / "output").exists()
+
+
+# ---- what is said first ----------------------------------------------------------------------------------
+
+
+def test_what_will_happen_is_said_before_weights_are_loaded(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Engine, "load", fail)
+    with pytest.raises(MemoryError):
+        run(tmp_path, model=str(toy_model), dataset=rows(tmp_path, CONVERSATIONS), lora_rank=4)
+    said = (tmp_path / "console.txt").read_text()
+    labels = [line.split()[0] for line in said.splitlines() if not line.startswith(" ")]
+    assert labels[:3] == ["model", "base", "adapter"] and labels[-2:] == ["steps", "run"]
+    trained = sum(p.numel() for p in engine_parameters(toy_model, LoraSpec(rank=4)).values())
+    assert f"LoRA rank 4, alpha 32, {trained:,} parameters" in said and ", plain layers" in said
+    (folder,) = (tmp_path / "output" / "toy").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"args.json", "data_report.json"}
+
+
+def engine_parameters(model: Path, lora: LoraSpec) -> dict[str, torch.Tensor]:
+    return Engine(build_model(model, dtype=torch.float32, device=CPU, lora=lora)).parameters
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_an_adapter_is_counted_without_weights(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    if family == "phi3" and "q_proj" in targets:
+        targets = ("qkv_proj", "down_proj")
+    tiny.make(family, tmp_path)
+    lora = LoraSpec(rank=3, target_modules=targets)
+    trained = sum(p.numel() for p in engine_parameters(tmp_path, lora).values())
+    assert adapter_size(describe(tmp_path), lora) == trained
+
+
+def test_brackets_in_what_is_said_are_no_markup(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = sft.open_model
+
+    def saying(name: str, *, say: Callable[[str], None], **options: Any) -> LocalModel:
+        say("fetching models[v2]/a[/b]c")
+        return opened(name, say=say, **options)
+
+    monkeypatch.setattr(sft, "open_model", saying)
+    source = rows(tmp_path, CONVERSATIONS)
+    run(tmp_path, model=str(toy_model), dataset=source, max_steps=1, sample_prompts="none")
+    assert "fetching models[v2]/a[/b]c\n" in (tmp_path / "console.txt").read_text()
+
+
+def test_a_hub_model_is_recorded_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a cache as huggingface_hub lays it out; nothing is fetched."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--someone--toy"
+    tiny.make_toy(repo / "snapshots" / commit, template="chatml")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    source = rows(tmp_path, CONVERSATIONS)
+    done = run(tmp_path, model="someone/toy", dataset=source, max_steps=1, sample_prompts="none")
+    base = done.args["base"]
+    assert (base["source"], base["revision"]) == ("hf", commit)
+    assert done.args["asked"]["revision"] is None
+
+
+# ---- windows and the model's context ---------------------------------------------------------------------
+
+
+def test_windows_longer_than_the_context_are_refused(toy_model: Path, tmp_path: Path) -> None:
+    context = describe(toy_model).max_position_embeddings
+    source = rows(tmp_path, CONVERSATIONS)
+    rule = rf"--max_length {context + 1} is more than the model's context of {context} tokens; give at most"
+    with pytest.raises(UserError, match=rule):
+        run(tmp_path, model=str(toy_model), dataset=source, max_length=context + 1)
+    assert not (tmp_path / "output").exists()
+
+
+def test_auto_stays_within_the_context(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny.make("llama", model, max_position_embeddings=24, vocab_size=300)
+    toy.tokenizer().save_pretrained(model)
+    source = rows(tmp_path, [{"text": "a long row of many words, beyond the context"}, {"text": "short"}])
+    done = run(tmp_path, model=str(model), dataset=source, max_steps=1, sample_prompts="none")
+    assert done.args["config"]["max_length"] == 24
+    assert json.loads((done.folder / "data_report.json").read_text())["training"]["rows_kept"] == 1
+
+
+@pytest.mark.compat
+def test_positions_that_depend_on_the_longest_document_are_refused() -> None:
+    from transformers import AutoConfig
+
+    factors = [1.0] * 8
+    options = {**tiny.SIZES, "original_max_position_embeddings": 64}
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=factors, long_factor=factors)
+    phi3 = AutoConfig.for_model("phi3", **options, rope_parameters=rope)
+    assert sft.longest_window(phi3, "auto") == sft.longest_window(phi3, 64) == 64
+    with pytest.raises(UserError, match=r"--max_length 65 is more than 64 tokens, beyond which .*longrope"):
+        sft.longest_window(phi3, 65)
+    plain = AutoConfig.for_model("phi3", **options)
+    assert sft.longest_window(plain, 512) == 512
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64)
+    assert sft.longest_window(AutoConfig.for_model("llama", **tiny.SIZES, rope_parameters=yarn), 512) == 512
+    layers: dict[str, dict[str, Any]] = dict(
+        sliding_attention=dict(rope_type="default"), full_attention=dict(rope_type="dynamic")
+    )
+    by_kind = SimpleNamespace(max_position_embeddings=512, rope_parameters=layers)
+    assert sft.longest_window(by_kind, "auto") == 512
+    layers["full_attention"]["original_max_position_embeddings"] = 32
+    assert sft.longest_window(by_kind, "auto") == 32
+    assert sft.longest_window(SimpleNamespace(), 10**6) is None
+
+
+# ---- special tokens that a base never learnt -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("untrained", [False, True])
+def test_untrained_tokens_of_the_template_are_said_for_conversations(untrained: bool, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    made = tiny.make_toy(model, template="chatml")
+    if untrained:
+        with torch.no_grad():
+            made.get_input_embeddings().weight[4] = 0
+        made.save_pretrained(model)
+    for name, values in (("chat", CONVERSATIONS), ("plain", COMPLETIONS)):
+        (tmp_path / name).mkdir()
+        source = rows(tmp_path / name, values)
+        run(tmp_path / name, model=str(model), dataset=source, max_steps=1, sample_prompts="none")
+        said = (tmp_path / name / "console.txt").read_text()
+        word = "warning   the chat template writes <|im_end|>, and this base model never learnt it"
+        assert (word in said) == (untrained and name == "chat")
+
+
+def test_rows_are_read_by_themselves(toy_model: Path) -> None:
+    weights = Weights(toy_model)
+    whole = weights.read("model.embed_tokens.weight")
+    assert torch.equal(weights.rows("model.embed_tokens.weight", [4, 0, 4]), whole[[4, 0, 4]])
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import pytest
 
 from swiftkit import migrate
 from swiftkit.config import ChatConfig, SftConfig
+from swiftkit.errors import UserError
+from swiftkit.flags import parse
 from swiftkit.migrate import Entry, lookup
 from swiftkit.recipe_file import choices
 
@@ -79,6 +81,14 @@ def test_sentences() -> None:
     )
     assert said("--model_revision") == "ms-swift's --model_revision is --revision here"
     assert lookup("--no_such_thing") is None
+
+
+@pytest.mark.parametrize(("bits", "precision"), [("4", "nf4"), ("8", "fp8")])
+def test_a_quantized_base(bits: str, precision: str) -> None:
+    assert parse(SftConfig, ["--quant_bits", bits]) == (None, {"base_precision": precision})
+    refusal = r"^ms-swift's --quant_method does not exist here: leave it out; 4 bits are --base_precision"
+    with pytest.raises(UserError, match=refusal):
+        parse(SftConfig, ["--quant_method", "bnb", "--quant_bits", bits])
 
 
 def test_printed_table_has_every_word() -> None:

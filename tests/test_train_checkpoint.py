@@ -41,7 +41,14 @@ def run(tmp_path: Path) -> Path:
 
 def save(run: Path, step: int, engine: Engine, **options: Any) -> Path:
     return save_checkpoint(
-        run, step, engine=engine, spec=SPEC, tokenizer=toy.tokenizer(), base_model="toy", **options
+        run,
+        step,
+        engine=engine,
+        spec=SPEC,
+        tokenizer=toy.tokenizer(),
+        base_model="toy",
+        generation={"eos_token_id": [2, 6]},
+        **options,
     )
 
 
@@ -56,6 +63,33 @@ def test_a_checkpoint_is_enough_by_itself(run: Path, engine: Engine) -> None:
     _, tensors = load_adapter(folder)
     assert all(torch.equal(tensors[name], p) for name, p in engine.parameters.items())
     assert sorted(path.name for path in run.iterdir()) == [ARGS, "checkpoint-10"]
+
+
+def test_other_tools_stop_where_the_model_learnt_to(run: Path, engine: Engine) -> None:
+    from transformers import GenerationConfig
+
+    assert GenerationConfig.from_pretrained(save(run, 1, engine)).eos_token_id == [2, 6]
+
+
+def test_all_files_can_be_read_by_the_same_people(run: Path, engine: Engine) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = save(run, 1, engine)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir() if path.name != ARGS}
+    assert set(modes.values()) == {"0o644"}, modes
+
+
+def test_numbers_that_are_not_finite_are_not_blamed_on_the_disk(run: Path, engine: Engine) -> None:
+    parameter = next(iter(engine.parameters.values())).detach()
+    kept = parameter.clone()
+    parameter[0, 0] = float("nan")
+    try:
+        save(run, 1, engine)
+    finally:
+        parameter.copy_(kept)
+    assert numbers(run) == [1]
 
 
 def test_older_ones_go_when_the_new_one_stands(run: Path, engine: Engine) -> None:

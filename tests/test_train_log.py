@@ -51,6 +51,12 @@ def test_lines_are_there_while_it_runs(tmp_path: Path) -> None:
         assert len(lines(tmp_path)) == 1
 
 
+def test_the_file_is_json_or_nothing(tmp_path: Path) -> None:
+    with log_of(tmp_path, Console(file=io.StringIO())) as log, pytest.raises(ValueError, match="JSON"):
+        log.training({**VALUES, "loss": float("nan")}, step=1, epoch=0.5, learning_rate=1e-4)
+    assert lines(tmp_path) == []
+
+
 def test_tensorboard_reads_the_same_values_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

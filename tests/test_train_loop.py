@@ -14,8 +14,9 @@ from rich.console import Console
 
 from swiftkit.config import TrainKnobs
 from swiftkit.data import Prepared, prepare
-from swiftkit.engine import Batch, Engine, LoraSpec
+from swiftkit.engine import Batch, Engine, Head, LoraSpec, Loss, Sums
 from swiftkit.engine.build import build_model
+from swiftkit.errors import UserError
 from swiftkit.methods.sft import loss
 from swiftkit.train.log import FILE, Log
 from swiftkit.train.loop import fit
@@ -55,6 +56,7 @@ def train(
     *,
     evaluation: Prepared | None = None,
     save: Callable[[int], None] = lambda _: None,
+    loss: Loss = loss,
     **knobs: Any,
 ) -> Lines:
     """Run `fit`; gives the lines of logging.jsonl."""
@@ -287,3 +289,104 @@ def test_checkpoints_are_due_at_their_steps_and_at_the_end(model: Path, tmp_path
             save=saved.append,
         )
         assert saved == due
+
+
+# ---- runs that end early ---------------------------------------------------------------------------------
+
+
+def logged(folder: Path) -> Lines:
+    """The log's lines, as strict JSON."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / FILE).read_text().splitlines()]
+
+
+def test_a_run_that_diverges_says_when_and_what_to_do(model: Path, tmp_path: Path) -> None:
+    rule = (
+        r"^step 2: loss is nan, training has diverged \(last finite loss \d\.\d{4} at step 1\); "
+        r"lower --learning_rate \(1e\+30\)"
+    )
+    with pytest.raises(UserError, match=rule):
+        train(engine_of(model), persona(), tmp_path / "run", learning_rate=1e30, max_steps=5)
+    (line,) = logged(tmp_path / "run")
+    assert line["step"] == 1 and np.isfinite(line["loss"])
+
+
+def test_a_diverged_adapter_is_not_saved_between_log_lines(model: Path, tmp_path: Path) -> None:
+    saved: list[int] = []
+    with pytest.raises(UserError, match=r"^step 3: the adapter is not finite, training has diverged"):
+        train(
+            engine_of(model),
+            persona(),
+            tmp_path / "run",
+            learning_rate=1e30,
+            max_steps=9,
+            logging_steps=9,
+            save_steps=3,
+            save=saved.append,
+        )
+    assert saved == [] and len(logged(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_base_that_is_not_finite_is_no_matter_of_the_rate(
+    model: Path, tmp_path: Path, judged: bool
+) -> None:
+    engine, data = engine_of(model), persona(split_ratio=0.2)
+    with torch.no_grad():
+        engine.head.weight[0, 0] = float("nan")
+    what = "step 0: eval_loss" if judged else "step 1: loss"
+    with pytest.raises(UserError, match=rf"^{what} is nan before anything was trained: the model's weights"):
+        train(engine, data, tmp_path / "run", evaluation=data.evaluation if judged else None, max_steps=5)
+    assert logged(tmp_path / "run") == []
+
+
+def interrupted_in(call: int) -> Loss:
+    """The loss with Ctrl-C in its n-th call, counted from 1."""
+    calls = iter(range(1, 1000))
+
+    def interrupted(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return loss(head, hidden, batch)
+
+    return interrupted
+
+
+@pytest.mark.parametrize(("call", "kept"), [(1, []), (2, [1]), (4, [2, 3]), (5, [2, 4])])
+def test_an_interrupted_run_keeps_its_finished_steps(
+    model: Path, tmp_path: Path, call: int, kept: list[int]
+) -> None:
+    saved: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            engine_of(model),
+            persona(),
+            tmp_path / "run",
+            loss=interrupted_in(call),
+            global_batch_size=1,
+            max_steps=9,
+            save_steps=2,
+            save=saved.append,
+        )
+    assert saved == kept
+
+
+def test_an_update_that_was_interrupted_is_not_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    updates = iter(range(1, 10))
+    whole = torch.optim.AdamW.step
+
+    def update(self: torch.optim.AdamW, closure: None = None) -> None:
+        whole(self, closure)
+        if next(updates) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", update)
+    with pytest.raises(KeyboardInterrupt):
+        train(engine_of(model), persona(), tmp_path / "run", max_steps=9, save_steps=9, save=saved.append)
+    assert saved == []

@@ -52,6 +52,12 @@ def test_a_model_in_a_folder_gives_the_folder_s_name(tmp_path: Path) -> None:
     assert create_folder(str(tmp_path / "out"), str(model)).parent == tmp_path / "out" / "my-model"
 
 
+def test_a_model_in_this_folder_gives_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert create_folder("out", ".").parent == Path("out/my-model")
+
+
 def test_runs_that_start_at_once_get_a_folder_each(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: create_folder(str(tmp_path), "m", now=NOON), range(24)))
@@ -90,6 +96,12 @@ def test_args_hold_in_every_working_directory(tmp_path: Path, monkeypatch: pytes
     assert config["val_dataset"] == [f"{here}/rows.jsonl"]
     Path("smollm2-135m").touch()  # a file of a model's name is no model
     assert a_run(tmp_path, model="smollm2-135m").args["config"]["model"] == "smollm2-135m"
+    Path("llama3-8b").mkdir()  # nor is a folder without a model
+    assert a_run(tmp_path, model="llama3-8b").args["config"]["model"] == "llama3-8b"
+    Path("mine.jinja").touch()
+    Path("chatml").touch()  # the built-in template is meant
+    for written, kept in (("mine.jinja", f"{here}/mine.jinja"), ("chatml", "chatml"), (None, None)):
+        assert a_run(tmp_path, chat_template=written).args["config"]["chat_template"] == kept
 
 
 def test_args_say_what_the_run_was_made_of(tmp_path: Path) -> None:

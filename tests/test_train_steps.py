@@ -55,6 +55,41 @@ def test_table(num_windows: int, knobs: dict, steps: int, whole: int, micro: int
     assert found.gradient_accumulation_steps * micro == whole
 
 
+def test_padding_is_fixed_only_where_layers_are_compiled() -> None:
+    """Elsewhere a micro-batch grows to the next multiple of the kernels' tiles, and on a CPU not at all."""
+    shapes = dict(max_length=300, num_windows=1000)
+    fixed, tiled, bare = (
+        plan_steps(
+            TrainKnobs(per_device_train_batch_size=2), device_type=device, fixed_length=fixed, **shapes
+        )
+        for device, fixed in (("cuda", True), ("cuda", False), ("cpu", False))
+    )
+    assert (fixed.tokens, fixed.pad_to, fixed.pad_multiple) == (640, 640, None)
+    assert (tiled.tokens, tiled.pad_to, tiled.pad_multiple) == (640, None, 128)
+    assert (bare.tokens, bare.pad_to, bare.pad_multiple) == (600, None, None)
+    for found, lengths in ((fixed, [640, 640]), (tiled, [128, 128]), (bare, [4, 4])):
+        batches = list(evaluation_batches(numbered(4), found, pad_id=0))
+        assert [len(batch.input_ids) for batch in batches] == lengths
+        assert [batch.tokens for batch in batches] == [4, 4]
+
+
+def test_short_windows_go_through_the_model_in_greater_numbers() -> None:
+    """Without packing most windows are shorter than `max_length`: their real lengths count."""
+
+    def found(lengths: list[int], **options: Any) -> StepPlan:
+        knobs = TrainKnobs(num_train_epochs=1)
+        return plan_steps(
+            knobs, num_windows=len(lengths), max_length=4096, device_type="cuda", lengths=lengths, **options
+        )
+
+    assert found([100] * 1000).micro_batch_size == 8 and found([100] * 1000).tokens == 896
+    assert found([4096] * 1000).micro_batch_size == 4
+    assert found([100] * 1000, fixed_length=True).micro_batch_size == 4
+    uneven = found([4096] * 4 + [2] * 996)
+    assert uneven.micro_batch_size == 4, "also when the longest ones meet"
+    assert found([1]).tokens == 128
+
+
 def test_a_smaller_step_is_said() -> None:
     assert plan(1000).note == ""
     assert plan(20).note == "a step takes 1 instead of 8 windows, as the data set is small"

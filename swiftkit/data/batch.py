@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from swiftkit.data.document import Document
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
+PADDING_LENGTH = 128  # tokens; attention over one long document of padding would cost the square of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int |
     Args:
         windows: the documents of each window.
         pad_id: token that fills the row up.
-        pad_to: length of the row in tokens; what is missing becomes a last document without labels.
+        pad_to: length of the row in tokens; what is missing becomes documents of at most PADDING_LENGTH
+            tokens without labels.
 
     Raises:
         ValueError: there are no documents, or the row is longer than `pad_to`.
@@ -53,7 +55,7 @@ def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int |
     if pad_to is not None and tokens > pad_to:
         raise ValueError(f"{tokens} tokens do not fit into pad_to={pad_to}")
     padding = 0 if pad_to is None else pad_to - tokens
-    lengths = [len(document) for document in documents] + [padding] * (padding > 0)
+    lengths = [*map(len, documents), *_padding_lengths(padding)]
     labels = np.concatenate([*map(_labels, documents), np.full(padding, IGNORED, np.int64)])
     return PackedBatch(
         input_ids=np.concatenate(
@@ -65,6 +67,11 @@ def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int |
         trained_tokens=int(np.count_nonzero(labels != IGNORED)),
         tokens=tokens,
     )
+
+
+def _padding_lengths(padding: int) -> list[int]:
+    whole, rest = divmod(padding, PADDING_LENGTH)
+    return [PADDING_LENGTH] * whole + [rest] * (rest > 0)
 
 
 def _labels(document: Document) -> NDArray[np.int64]:

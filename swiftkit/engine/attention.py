@@ -1,8 +1,7 @@
 """One attention for every family: who may look at whom is a plan, made once a batch for all layers.
 
 Documents that share a row never see each other, whatever the family. transformers' own packed masks leak for
-some families without a word, so its mask function is replaced by one that makes no mask, and its attention
-function by `attend` below, which reads the plan.
+some families without a word: it makes none here, and `attend` below, which reads the plan, is its attention.
 """
 
 from __future__ import annotations
@@ -176,13 +175,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) 
 def register() -> None:
     """Make `attn_implementation="swiftkit"` known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # Compiled blocks end before the attention and begin again behind it: what depends on the documents, whose
     # number and lengths change with every batch, stays out of them, so nothing is compiled twice.
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    return None
+    # No mask function goes with it: for a name that it does not know transformers makes no mask at all, where
+    # for a known one it first looks for packed documents, which waits for the device.

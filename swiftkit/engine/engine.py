@@ -119,11 +119,14 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Batch], loss: Loss) -> Sums:
         """The method's sums without gradients, dropout off."""
+        training = self.model.training
         self.model.eval()
         totals: Sums = {}
-        for batch in microbatches:
-            _add(totals, loss(self.head, self.hidden(batch), batch))
-        self.model.train()
+        try:
+            for batch in microbatches:
+                _add(totals, loss(self.head, self.hidden(batch), batch))
+        finally:
+            self.model.train(training)
         return totals
 
 

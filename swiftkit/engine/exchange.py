@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from swiftkit.engine.fused.base import BaseKind
+from swiftkit.engine.fused.base import BaseKind, kind_of
 from swiftkit.engine.linear import Linear, LoraLinear
 from swiftkit.errors import UserError, nearest
 from swiftkit.formats.peft import LoraSpec
@@ -22,7 +22,7 @@ def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") 
     Args:
         model: a transformers causal language model with its parameters on the meta device.
         spec: the adapter, or None for a model that is only used.
-        kind: storage of the frozen weights; the output head always stays plain.
+        kind: storage of the frozen weights (see `kind_of`); the output head always stays plain.
 
     Returns:
         The names of the adapted modules, in the model's order.
@@ -34,7 +34,7 @@ def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") 
     head = _head(model)
     targets = set() if spec is None else select_targets(model, spec.target_modules)
     for name, parent, leaf, module in linears:
-        own: BaseKind = "plain" if module is head else kind
+        own: BaseKind = "plain" if module is head else kind_of(leaf, kind)
         if own != "plain":
             _check_widths(name, module)
         if spec is not None and name in targets:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,8 +30,12 @@ class Head:
         self.rule = rule
         room = CHUNK_BYTES.get(weight.device.type, SMALL_CHUNK_BYTES)
         self.chunk = chunk or max(16, room // (weight.element_size() * weight.shape[0]))
-        fits = all(size % 16 == 0 for size in weight.shape)  # else the product has no kernel
-        self.fp8 = Fp8Head.of(weight.detach()) if fp8 and fits else None
+        self._takes_fp8 = fp8 and all(size % 16 == 0 for size in weight.shape)  # else there is no kernel
+
+    @cached_property
+    def _fp8(self) -> Fp8Head | None:
+        """Made when the first gradient is: a model that only answers needs no copy."""
+        return Fp8Head.of(self.weight.detach()) if self._takes_fp8 else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[positions, hidden] to float32 [positions, vocabulary]."""
@@ -51,5 +57,5 @@ class Head:
             scale=self.rule.scale,
             softcap=self.rule.softcap,
             chunk=self.chunk,
-            fp8=self.fp8,
+            fp8=self._fp8 if hidden.requires_grad else None,
         )

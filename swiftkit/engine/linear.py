@@ -103,5 +103,7 @@ class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         base, dy = ctx.base, upstream[0]
-        g, _ = cast_project(dy.reshape(-1, dy.shape[-1]), factor=None, fp8=base.fp8, col_scale=base.col_scale)
+        g, _ = cast_project(
+            dy.reshape(-1, dy.shape[-1]), factor=None, fp8=base.fp8_backward, col_scale=base.col_scale
+        )
         return base.backward(g).view(*dy.shape[:-1], -1), None

@@ -10,6 +10,9 @@ import torch
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.errors import UserError
 
+# Compute capabilities from which tensor cores multiply these.
+BF16, FP8 = (8, 0), (8, 9)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -19,11 +22,13 @@ class Placement:
         device: where everything is.
         base_precision: fp32, bf16, fp8 or nf4.
         base: the storage that it means.
+        fused: whether decoder layers are exchanged for fused ones.
     """
 
     device: torch.device
     base_precision: str
     base: BaseKind
+    fused: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,19 +55,26 @@ def place(device: str, base_precision: str, nf4_compute: str = "bf16", *, fuses:
         base_precision: auto, fp32, bf16, fp8 or nf4. Auto is fp8 where it was measured to be faster (fused
             layers on Hopper, see docs/performance.md), else bf16 on a GPU and fp32 on a CPU.
         nf4_compute: bf16 or fp8, the products of an nf4 base.
-        fuses: whether fused layers serve the model.
+        fuses: whether fused layers serve the model and its adapter, as far as they go.
 
     Raises:
-        UserError: when a GPU is asked for and none is there, or the GPU has no FP8 products.
+        UserError: when a GPU is asked for and none is there, or this one lacks bf16 or FP8 products.
     """
     kind = find_device(device)
     capability = torch.cuda.get_device_capability() if kind == "cuda" else (0, 0)
     if base_precision == "auto":
-        base_precision = "fp32" if kind == "cpu" else "fp8" if fuses and capability == (9, 0) else "bf16"
+        hopper = fuses and capability == (9, 0)
+        base_precision = "fp8" if hopper else "bf16" if capability >= BF16 else "fp32"
     computes_fp8 = base_precision == "fp8" or (base_precision == "nf4" and nf4_compute == "fp8")
-    if kind == "cuda" and computes_fp8 and capability < (8, 9):
-        raise UserError(f"this GPU ({torch.cuda.get_device_name()}) has no FP8 products; use bf16 or nf4")
-    return Placement(torch.device(kind), base_precision, _storage(base_precision, nf4_compute))
+    if kind == "cuda" and base_precision != "fp32" and capability < (FP8 if computes_fp8 else BF16):
+        what, mend = ("FP8", "bf16 or nf4") if computes_fp8 else ("bf16", "fp32")
+        raise UserError(
+            f"--base_precision {base_precision}: this GPU ({torch.cuda.get_device_name()}) has no {what} "
+            f"products; take {mend}"
+        )
+    # The kernels compute in bf16, and cast to FP8 as Hopper does.
+    fused = fuses and base_precision != "fp32" and capability >= ((9, 0) if computes_fp8 else BF16)
+    return Placement(torch.device(kind), base_precision, _storage(base_precision, nf4_compute), fused)
 
 
 def find_device(wanted: str) -> Literal["cpu", "cuda"]:

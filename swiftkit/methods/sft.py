@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from torch import Tensor
 
 from swiftkit.config import SftConfig
-from swiftkit.data import Prepared, prepare
+from swiftkit.data import ChatTemplate, Prepared, prepare
+from swiftkit.data.template_tokens import never_trained, template_tokens, warning
 from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Batch, Engine, Head, LoraSpec, Sums
 from swiftkit.engine.build import check_model
 from swiftkit.engine.fused.adopt import why_not
-from swiftkit.engine.placement import find_device, place
+from swiftkit.engine.placement import Placement, find_device, place
+from swiftkit.errors import UserError
 from swiftkit.formats.named import open_model
-from swiftkit.train.job import Job
+from swiftkit.formats.weights import Weights
+from swiftkit.train.job import Job, adapter_size
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
-from swiftkit.train.steps import plan_steps
+from swiftkit.train.steps import StepPlan, plan_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+CONVERSATIONS = "conversations by the chat template"  # as the data report calls them
+ORDINARY_ROWS, ORDINARY = 64, 256  # rows of data and tokens of them that stand for what a base has learnt
 
 
 def loss(head: Head, hidden: Tensor, batch: Batch) -> Sums:
@@ -37,29 +44,31 @@ def run(config: SftConfig, console: Console) -> Run:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
     find_device(config.device)  # what cannot be had is said before anything is fetched
-    model = open_model(config.model, source=config.model_source, revision=config.revision, say=console.print)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
     lora = LoraSpec(config.lora_rank, config.lora_alpha, config.lora_dropout, tuple(config.target_modules))
     description = check_model(model.path, lora)
     fuses = why_not(description, lora) is None
     placement = place(config.device, config.base_precision, config.nf4_compute, fuses=fuses)
     tokenizer = load_tokenizer(model.path, config.chat_template)
-    data, evaluation = prepare_data(config, tokenizer)
+    longest = longest_window(description, config.max_length)
+    data, evaluation = prepare_data(config, tokenizer, longest)
     for part in (data, evaluation):
         if part is not None:
             check_vocabulary(part, description.vocab_size)
+    on_gpu = placement.device.type == "cuda"
     plan = plan_steps(
-        config, num_windows=len(data.windows), max_length=data.max_length, device_type=placement.device.type
-    )
-    config = config.with_changes(
-        base_precision=placement.base_precision,
+        config,
+        num_windows=len(data.windows),
         max_length=data.max_length,
-        global_batch_size=plan.global_batch_size,
-        per_device_train_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        device_type=placement.device.type,
+        fixed_length=on_gpu and not placement.fused and placement.base == "plain",
+        lengths=[sum(map(len, data.window(index))) for index in range(len(data.windows))],
     )
     job = Job(
         method="sft",
-        config=config,
+        asked=config,
+        config=resolved(config, placement, plan, data.max_length),
         model=model,
         tokenizer=tokenizer,
         data=data,
@@ -67,16 +76,21 @@ def run(config: SftConfig, console: Console) -> Run:
         plan=plan,
         placement=placement,
         lora=lora,
+        adapter_size=adapter_size(description, lora),
+        layers="fused" if placement.fused else "plain",
         console=console,
+        warnings=untrained_tokens(data, tokenizer, model.path),
     )
+    job.announce()
     engine = Engine.load(
         model.path,
         dtype=placement.dtype,
         device=placement.device,
         base=placement.base,
+        fused=placement.fused,
         lora=lora,
         seed=config.seed,
-        tokens=plan.pad_to or 0,
+        tokens=plan.tokens,
     )
     with job.begin(engine) as log:
         fit(
@@ -93,8 +107,27 @@ def run(config: SftConfig, console: Console) -> Run:
     return job.end(engine)
 
 
-def prepare_data(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[Prepared, Prepared | None]:
-    """Training windows, and those to evaluate on: their own files, or a share of the rows."""
+def resolved(config: SftConfig, placement: Placement, plan: StepPlan, max_length: int) -> SftConfig:
+    """The config with what `auto` has become on this machine."""
+    return config.with_changes(
+        base_precision=placement.base_precision,
+        max_length=max_length,
+        global_batch_size=plan.global_batch_size,
+        per_device_train_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+    )
+
+
+def prepare_data(
+    config: SftConfig, tokenizer: PreTrainedTokenizerFast, longest: int | None = None
+) -> tuple[Prepared, Prepared | None]:
+    """Training windows, and those to evaluate on: their own files, or a share of the rows.
+
+    Args:
+        config: where the rows are, and what is done with them.
+        tokenizer: with the run's template.
+        longest: tokens of a window that the model can read; what `auto` finds is cut down to it.
+    """
     packed = partial(
         prepare,
         tokenizer=tokenizer,
@@ -109,16 +142,75 @@ def prepare_data(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> tuple
         streaming=config.streaming,
         seed=config.seed,
     )
-    data = packed(
+    training = partial(
+        packed,
         config.dataset,
-        max_length=config.max_length,
         split_ratio=0.0 if config.val_dataset else config.split_dataset_ratio,
         interleave_prob=config.interleave_prob,
         stopping_strategy=config.stopping_strategy,
     )
+    data = training(max_length=config.max_length)
+    if longest is not None and data.max_length > longest:
+        data = training(max_length=longest)
     if config.val_dataset:
         return data, packed(config.val_dataset, max_length=data.max_length)
     return data, data.evaluation
+
+
+def longest_window(description: Any, max_length: int | Literal["auto"]) -> int | None:
+    """Tokens of the longest window that a model can be trained on; None where its config sets no limit.
+
+    Args:
+        description: the model's transformers config.
+        max_length: as asked for.
+
+    Raises:
+        UserError: when `max_length` is more.
+    """
+    limit: int | None = getattr(description, "max_position_embeddings", None)
+    reason = f"more than the model's context of {limit} tokens"
+    original = _switching_length(description)
+    if original is not None and (limit is None or original < limit):
+        # transformers takes one set of frequencies for a whole row, by its longest document.
+        limit = original
+        reason = (
+            f"more than {limit} tokens, beyond which this model (rope_type longrope or dynamic) turns "
+            "positions otherwise: one long document would change the short ones of its row"
+        )
+    if limit is not None and max_length != "auto" and max_length > limit:
+        raise UserError(f"--max_length {max_length} is {reason}; give at most {limit}, or leave it on auto")
+    return limit
+
+
+def _switching_length(description: Any) -> int | None:
+    """Tokens from which rotary frequencies depend on the length of the row; None where they never do."""
+    found = getattr(description, "rope_parameters", None) or {}
+    kinds = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
+    lengths = [
+        kind.get("original_max_position_embeddings") or description.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(lengths, default=None)
+
+
+def untrained_tokens(data: Prepared, tokenizer: PreTrainedTokenizerFast, folder: Path) -> list[str]:
+    """A warning where the template of conversations writes special tokens that the base never learnt."""
+    weights = Weights(folder)
+    name = next((name for name in sorted(weights.names()) if name.endswith("embed_tokens.weight")), None)
+    if CONVERSATIONS not in data.report.shapes or name is None:
+        return []
+    size = weights.shape(name)[0]
+    tokens = template_tokens(tokenizer, ChatTemplate(tokenizer))
+    tokens = {token: word for token, word in tokens.items() if token < size}
+    added = tokenizer.added_tokens_decoder
+    ids = {int(token) for document in data.documents[:ORDINARY_ROWS] for token in document.ids}
+    ordinary = sorted(token for token in ids if token not in added)[:ORDINARY]
+    if not tokens or not ordinary:
+        return []
+    rows, others = (weights.rows(name, chosen).float().numpy() for chosen in (list(tokens), ordinary))
+    words = never_trained(tokens, rows, others)
+    return [warning(words)] if words else []
 
 
 def check_vocabulary(data: Prepared, size: int) -> None:

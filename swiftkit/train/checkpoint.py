@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from swiftkit.engine import Engine, LoraSpec
-from swiftkit.formats.peft import load_adapter, save_adapter
+from swiftkit.formats.peft import CONFIG, WEIGHTS, load_adapter, save_adapter
 from swiftkit.train.run import ARGS, checkpoints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+GENERATION = "generation_config.json"
 
 
 def save_checkpoint(
@@ -25,9 +30,10 @@ def save_checkpoint(
     spec: LoraSpec,
     tokenizer: PreTrainedTokenizerFast,
     base_model: str,
+    generation: dict[str, Any],
     keep: int | None = None,
 ) -> Path:
-    """Write `checkpoint-<step>`: adapter in PEFT's format, tokenizer with template, and `args.json`.
+    """Write `checkpoint-<step>`: adapter in PEFT's format, tokenizer with template, and settings.
 
     Args:
         run: the run folder.
@@ -36,6 +42,7 @@ def save_checkpoint(
         spec: its shape.
         tokenizer: travels along, so that the checkpoint alone is enough to talk to the model.
         base_model: hub id or folder of the base.
+        generation: content of generation_config.json, so that other tools stop where the model learnt to.
         keep: older checkpoints beyond this number are removed, after the new one stands.
     """
     final = run / f"checkpoint-{step}"
@@ -45,7 +52,11 @@ def save_checkpoint(
     save_adapter(
         beside, engine.parameters, spec=spec, base_model=base_model, linear_names=engine.linear_names
     )
+    # safetensors makes files that only their owner can read.
+    (beside / WEIGHTS).chmod(stat.S_IMODE((beside / CONFIG).stat().st_mode))
     tokenizer.save_pretrained(beside)
+    text = json.dumps(generation, indent=2, ensure_ascii=False)
+    (beside / GENERATION).write_text(text + "\n", encoding="utf-8")
     shutil.copy2(run / ARGS, beside / ARGS)
     _check(beside, engine)
     _flush(beside)
@@ -60,8 +71,15 @@ def _check(folder: Path, engine: Engine) -> None:
     """Read the adapter back and compare it with what is in memory."""
     _, written = load_adapter(folder)
     for name, tensor in engine.parameters.items():
-        if name not in written or not torch.equal(written[name], tensor.detach().cpu()):
+        if name not in written or not _same_bytes(written[name], tensor.detach().cpu()):
             raise OSError(f"{folder}: {name} reads back other than it was written; is the disk sound?")
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Equality that holds for NaN too."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
 def _flush(folder: Path) -> None:

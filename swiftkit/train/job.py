@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.text import Text
 
 from swiftkit.config import SftConfig
 from swiftkit.data import Message, Prepared
-from swiftkit.data.tokenizer import stop_ids
+from swiftkit.data.tokenizer import generation_settings, stop_ids
 from swiftkit.engine import Engine, LoraSpec
+from swiftkit.engine.build import skeleton
+from swiftkit.engine.exchange import select_targets
 from swiftkit.engine.placement import Placement
 from swiftkit.formats.named import locate
 from swiftkit.formats.source import LocalModel
@@ -36,6 +39,7 @@ class Job:
 
     Args:
         method: `sft`, ...
+        asked: the config as it was given.
         config: with every `auto` resolved.
         model: the base on disk.
         tokenizer: with the template of this run.
@@ -43,6 +47,9 @@ class Job:
         plan: steps and batch sizes.
         placement: device and precision.
         lora: shape of the adapter.
+        adapter_size: its trained numbers.
+        layers: fused or plain, for people.
+        warnings: sentences for the header.
         console: where people look.
     """
 
@@ -50,6 +57,7 @@ class Job:
         self,
         *,
         method: str,
+        asked: SftConfig,
         config: SftConfig,
         model: LocalModel,
         tokenizer: PreTrainedTokenizerFast,
@@ -58,22 +66,30 @@ class Job:
         plan: StepPlan,
         placement: Placement,
         lora: LoraSpec,
+        adapter_size: int,
+        layers: str,
         console: Console,
+        warnings: Sequence[str] = (),
     ):
+        self.asked, self.adapter_size, self.layers, self.warnings = asked, adapter_size, layers, warnings
         self.method, self.config, self.model, self.tokenizer = method, config, model, tokenizer
         self.data, self.evaluation, self.plan, self.placement = data, evaluation, plan, placement
         self.console = console
         self.lora = lora
         self.pad_id = int(tokenizer.pad_token_id or 0)  # of tokens that nothing looks at
         self._stops = stop_ids(tokenizer, model.path)
+        self._generation = generation_settings(tokenizer, model.path)
         self._prompts = self._sample_prompts()
         self._before: list[str] = []
 
-    def begin(self, engine: Engine) -> Log:
-        """Make the run folder, say what will happen, answer the sample prompts once, and open the log."""
+    def announce(self) -> None:
+        """Make the run folder, and say what will happen: before anything heavy is loaded."""
         self.folder = create_folder(self.config.output_dir, self.config.model)
         self._record()
-        self._say(*self._header(engine))
+        self._say(*self._header())
+
+    def begin(self, engine: Engine) -> Log:
+        """Answer the sample prompts once, and open the log."""
         self._before = self._answers(engine)
         return Log(
             self.folder,
@@ -84,7 +100,9 @@ class Job:
         )
 
     def save(self, engine: Engine, step: int) -> None:
-        """Write a checkpoint after `step` steps."""
+        """Write a checkpoint after `step` steps, unless it stands there already."""
+        if (self.folder / f"checkpoint-{step}").is_dir():
+            return
         save_checkpoint(
             self.folder,
             step,
@@ -92,6 +110,7 @@ class Job:
             spec=self.lora,
             tokenizer=self.tokenizer,
             base_model=base_for_others(self.config.model),
+            generation=self._generation,
             keep=self.config.save_total_limit,
         )
 
@@ -143,8 +162,10 @@ class Job:
     def _record(self) -> None:
         """Write what the run is made of, before it starts."""
         facts: dict[str, dict[str, Any]] = {
+            "asked": self.asked.model_dump(),
             "base": {
                 "source": self.model.source,
+                "revision": self.model.revision,
                 "fingerprint": self.model.fingerprint,
                 "note": self.model.note,
             },
@@ -160,9 +181,8 @@ class Job:
         text = json.dumps(report, indent=2, ensure_ascii=False)
         (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
-    def _header(self, engine: Engine) -> list[str]:
-        trained = sum(parameter.numel() for parameter in engine.parameters.values())
-        plan, report = self.plan, self.data.report
+    def _header(self) -> list[str]:
+        plan, report, lora = self.plan, self.data.report, self.lora
         precision = self.placement.base_precision
         numerics = (
             " (8-bit products: results differ a little from bf16)" if "fp8" in self.placement.base else ""
@@ -170,14 +190,15 @@ class Job:
         lines = [
             f"model     {self.config.model} from {self.model.source}, {self.model.fingerprint[:12]}",
             f"          {self.model.note}",
-            f"base      {precision} on {self.placement.device_name}{numerics}, {engine.layers} layers",
-            f"adapter   LoRA rank {self.lora.rank}, alpha {self.lora.alpha:g}, {trained:,} parameters",
+            f"base      {precision} on {self.placement.device_name}{numerics}, {self.layers} layers",
+            f"adapter   LoRA rank {lora.rank}, alpha {lora.alpha:g}, {self.adapter_size:,} parameters",
             *report.lines(),
             f"evaluated {self.evaluation.report.rows_kept:,} rows" if self.evaluation else "",
             f"steps     {plan.steps:,} of {plan.global_batch_size} windows "
             f"({plan.gradient_accumulation_steps} x {plan.micro_batch_size}), "
             f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}",
             f"          {plan.note}",
+            *(f"warning   {warning}" for warning in self.warnings),
             f"run       {self.folder}",
         ]
         return [line for line in lines if line.strip()]
@@ -196,7 +217,19 @@ def _wrapped(line: str, console: Console) -> str:
     return line[:LABEL] + f"\n{' ' * LABEL}".join(part.plain.rstrip() for part in parts)
 
 
+def adapter_size(description: Any, lora: LoraSpec) -> int:
+    """How many numbers an adapter trains, counted before there are weights.
+
+    Args:
+        description: the model's transformers config.
+        lora: the adapter's shape.
+    """
+    model = skeleton(description)
+    layers: list[Any] = [model.get_submodule(name) for name in select_targets(model, lora.target_modules)]
+    return lora.rank * sum(layer.in_features + layer.out_features for layer in layers)
+
+
 def base_for_others(model: str) -> str:
     """What PEFT's config calls the base: a hub id or an absolute folder; others know no names of ours."""
     where = locate(model)
-    return where.hf or str(Path(model).resolve())
+    return where.hf or str((where.folder or Path(model)).resolve())

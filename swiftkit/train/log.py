@@ -199,7 +199,7 @@ class Log:
 
     def _write(self, values: dict[str, float], step: int) -> None:
         line = {"step": step, **values, "elapsed_seconds": time.perf_counter() - self._start}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         for writer in self._writers:
             writer.write(values, step)

@@ -12,7 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftkit.data.template import BUILTIN
 from swiftkit.errors import UserError
+from swiftkit.formats.checkpoints import ARGS as ARGS
+from swiftkit.formats.checkpoints import checkpoints as checkpoints
+from swiftkit.formats.named import folder_name, is_model_folder
 from swiftkit.train.log import FILE
 
 if TYPE_CHECKING:
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
 
     from swiftkit.generate.session import Session
 
-ARGS = "args.json"
 SAMPLES = "samples.json"
 PACKAGES = ("swiftkit", "torch", "transformers", "tokenizers", "safetensors")
 
@@ -49,7 +52,7 @@ def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -
 
     Two runs that start at once get two folders.
     """
-    parent = Path(output_dir) / re.sub(r"[^\w.-]+", "-", Path(model).name if Path(model).is_dir() else model)
+    parent = Path(output_dir) / re.sub(r"[^\w.-]+", "-", folder_name(model))
     parent.mkdir(parents=True, exist_ok=True)
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     while True:
@@ -79,8 +82,13 @@ def _anywhere(config: dict[str, Any]) -> dict[str, Any]:
         return value
 
     files = {name: [absolute(source) for source in config[name]] for name in ("dataset", "val_dataset")}
-    model = config["model"]
-    return {**config, **files, "model": absolute(model) if Path(model).is_dir() else model}
+    named = {"model": is_model_folder(config["model"]), "chat_template": _is_file(config["chat_template"])}
+    paths = {name: str(Path(config[name]).expanduser().resolve()) for name, here in named.items() if here}
+    return {**config, **files, **paths}
+
+
+def _is_file(chat_template: str | None) -> bool:
+    return chat_template is not None and chat_template not in BUILTIN
 
 
 def versions() -> dict[str, str]:
@@ -92,12 +100,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # a source tree that was never installed
             found[package] = "unknown"
     return found
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, the oldest first."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 class Run:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from swiftkit.config import TrainKnobs
 from swiftkit.data import PackedBatch, Prepared, collate, windows_of_run, windows_of_step
@@ -24,8 +25,10 @@ class StepPlan:
         global_batch_size: windows a step.
         micro_batch_size: windows that go through the model at once.
         windows: windows over the whole run; the last step may be smaller.
-        pad_to: tokens of every micro-batch, padding included, so that compiled blocks see one shape; None on
-            a CPU, where nothing is compiled and padding would only cost.
+        tokens: of a micro-batch of the longest windows, padding included.
+        pad_to: tokens of every micro-batch, padding included, so that compiled layers see one shape; None
+            where nothing is compiled and padding would only cost.
+        pad_multiple: else micro-batches are padded to its next multiple, in tokens; None is no padding.
         note: why a step is smaller than usual, or an empty string.
     """
 
@@ -33,7 +36,9 @@ class StepPlan:
     global_batch_size: int
     micro_batch_size: int
     windows: int
+    tokens: int
     pad_to: int | None = None
+    pad_multiple: int | None = None
     note: str = ""
 
     @property
@@ -42,8 +47,25 @@ class StepPlan:
         return self.global_batch_size // self.micro_batch_size
 
 
-def plan_steps(knobs: TrainKnobs, *, num_windows: int, max_length: int, device_type: str) -> StepPlan:
-    """Turn batch sizes, epochs and `max_steps` into a number of steps."""
+def plan_steps(
+    knobs: TrainKnobs,
+    *,
+    num_windows: int,
+    max_length: int,
+    device_type: str,
+    fixed_length: bool = False,
+    lengths: Sequence[int] = (),
+) -> StepPlan:
+    """Turn batch sizes, epochs and `max_steps` into a number of steps.
+
+    Args:
+        knobs: sizes and lengths as asked for.
+        num_windows: of the data set.
+        max_length: tokens of a window at most.
+        device_type: cuda or cpu.
+        fixed_length: every micro-batch is as long as the longest can be.
+        lengths: tokens of each window; without them all count as full.
+    """
     windows = windows_of_run(num_windows, knobs.num_train_epochs)
     # A small data set gets smaller steps, for FEWEST_STEPS of them; where their number is given, a step only
     # takes no window twice.
@@ -51,18 +73,39 @@ def plan_steps(knobs: TrainKnobs, *, num_windows: int, max_length: int, device_t
     steps = math.ceil(windows / whole)
     if knobs.max_steps > 0:
         steps, windows = knobs.max_steps, knobs.max_steps * whole
-    micro = _micro_batch(knobs, whole, max_length, device_type)
-    pad_to = math.ceil(micro * max_length / ROW_MULTIPLE) * ROW_MULTIPLE if device_type == "cuda" else None
-    return StepPlan(steps, whole, micro, windows, pad_to, note)
+    if fixed_length or not lengths:
+        lengths = [max_length] * whole
+    longest = sorted(lengths, reverse=True)
+    # A data set of fewer windows than a step comes more than once in it.
+    longest += longest[:1] * (whole - len(longest))
+    micro = _micro_batch(knobs, whole, longest, device_type)
+    multiple = ROW_MULTIPLE if device_type == "cuda" or fixed_length else 1
+    tokens = _round_up(sum(longest[:micro]), multiple)
+    return StepPlan(
+        steps,
+        whole,
+        micro,
+        windows,
+        tokens,
+        pad_to=tokens if fixed_length else None,
+        pad_multiple=None if fixed_length or multiple == 1 else multiple,
+        note=note,
+    )
 
 
-def _micro_batch(knobs: TrainKnobs, whole: int, max_length: int, device_type: str) -> int:
+def _round_up(tokens: int, multiple: int) -> int:
+    return math.ceil(tokens / multiple) * multiple
+
+
+def _micro_batch(knobs: TrainKnobs, whole: int, longest: Sequence[int], device_type: str) -> int:
+    """Windows at once; on auto as many of the longest as the device takes, so that no others are too many."""
     if knobs.per_device_train_batch_size != "auto":
         return knobs.per_device_train_batch_size
     if knobs.gradient_accumulation_steps != "auto":
         return whole // knobs.gradient_accumulation_steps
-    fitting = max(1, TOKENS_AT_ONCE[device_type] // max_length)
-    return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= fitting)
+    room = TOKENS_AT_ONCE[device_type]
+    fitting = sum(tokens <= room for tokens in accumulate(longest))
+    return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= max(1, fitting))
 
 
 def _global_batch(knobs: TrainKnobs, most: int) -> tuple[int, str]:
@@ -101,4 +144,9 @@ def _collated(data: Prepared, indices: list[int], plan: StepPlan, pad_id: int) -
     size = plan.micro_batch_size
     for start in range(0, len(indices), size):
         windows = [data.window(index) for index in indices[start : start + size]]
-        yield collate(windows, pad_id=pad_id, pad_to=plan.pad_to)
+        pad_to = plan.pad_to
+        if plan.pad_multiple is not None:
+            pad_to = _round_up(
+                sum(len(document) for window in windows for document in window), plan.pad_multiple
+            )
+        yield collate(windows, pad_id=pad_id, pad_to=pad_to)

@@ -94,8 +94,9 @@ def forward(
     layer: FusedLlamaLayer, packed: Packed, residual: Tensor, around: Surroundings
 ) -> tuple[Tensor, Kept]:
     """The layer's output [tokens, hidden], and what the backward needs."""
+    fp8 = layer.qkv.base.fp8
     normed = norm_cast(
-        residual, weight=layer.input_layernorm.weight, eps=layer.shape.eps, fp8=layer.fp8, a=_a(packed.qkv)
+        residual, weight=layer.input_layernorm.weight, eps=layer.shape.eps, fp8=fp8, a=_a(packed.qkv)
     )
     projected = layer.qkv.base.forward(normed.x)
     qkv = rope(
@@ -119,7 +120,7 @@ def forward(
     out = add_low_rank(layer.down.base.forward(h).data, t=t_down, b=_b(packed.down), residual=mlp.residual)
     again = layer.recompute_mlp
     kept = Kept(
-        residual, normed.rstd, normed.x if layer.fp8 else None, normed.t, qkv, attended, t_o,
+        residual, normed.rstd, normed.x if fp8 else None, normed.t, qkv, attended, t_o,
         mlp.residual, mlp.rstd, mlp.x if layer.fp8 else None, mlp.t, None if again else gate_up,
         h if layer.fp8 and not again else None, t_down,
     )  # fmt: skip
@@ -139,14 +140,14 @@ def backward(
         scaling=layer.shape.scaling,
     )  # fmt: skip
     turned = rope_backward_cast(
-        dq, dk, dv, qkv=kept.qkv, heads=layer.shape.heads, cos=around.cos, sin=around.sin, fp8=layer.fp8,
-        col_scale=layer.qkv.base.col_scale, bias=layer.qkv.bias(), b=_b(packed.qkv),
+        dq, dk, dv, qkv=kept.qkv, heads=layer.shape.heads, cos=around.cos, sin=around.sin,
+        fp8=layer.qkv.base.fp8_backward, col_scale=layer.qkv.base.col_scale, bias=layer.qkv.bias(),
+        b=_b(packed.qkv),
     )  # fmt: skip
     del dq, dk, dv, d_attended
     x = kept.x or Rows(kept.residual, kept.rstd)
-    gradients.add(
-        layer.qkv, turned.u, x, kept.t_qkv, turned.g, None if layer.fp8 else layer.input_layernorm.weight
-    )
+    col_factor = layer.input_layernorm.weight if kept.x is None else None
+    gradients.add(layer.qkv, turned.u, x, kept.t_qkv, turned.g, col_factor)
     if not wants_input:
         return None, gradients.finish()
     normed = norm_backward_cast(

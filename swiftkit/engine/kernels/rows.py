@@ -123,7 +123,11 @@ def fp8_product(x: Rows, weight: Tensor, col_scale: Tensor, *, dtype: torch.dtyp
         dtype: of the result.
     """
     assert x.scale is not None
+    if not x.data.is_cuda:  # row-wise scales on a CPU came only after torch 2.11
+        one = torch.ones((), dtype=torch.float32)
+        raw = torch._scaled_mm(x.data, weight.view(FP8).T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return (raw * x.scale[:, None] * col_scale).to(dtype)
     return torch._scaled_mm(
         x.data, weight.view(FP8).T, scale_a=x.scale[:, None], scale_b=col_scale[None], out_dtype=dtype,
-        use_fast_accum=x.data.is_cuda,
+        use_fast_accum=True,
     )  # fmt: skip
