@@ -79,7 +79,7 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, around)
         x = F.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.eps)
-        return cross_entropy(x, self.head, targets, fp8=self.fp8_head) / targets.numel()
+        return cross_entropy(x, self.head, targets, chunk=4096, fp8=self.fp8_head) / targets.numel()
 
 
 def fill(layer: FusedLlamaLayer, *, seed: int) -> None:

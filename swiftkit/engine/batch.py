@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from swiftkit.data import PackedBatch
+from swiftkit.data.batch import IGNORED
 from swiftkit.engine.attention import AttentionPlan
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)

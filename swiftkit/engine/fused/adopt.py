@@ -12,7 +12,7 @@ from swiftkit.engine.exchange import select_targets
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.layer import LINEARS, FusedLlamaLayer, LayerShape
 from swiftkit.engine.fused.memory import MemoryPolicy, choose
-from swiftkit.engine.fused.step import Surroundings
+from swiftkit.engine.fused.passes import Surroundings
 from swiftkit.engine.head import CHUNK_BYTES
 from swiftkit.engine.kernels.rope import Heads
 from swiftkit.errors import UserError

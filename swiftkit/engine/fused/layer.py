@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftkit.engine.fused import step
+from swiftkit.engine.fused import passes
 from swiftkit.engine.fused.base import BaseKind, kind_of
+from swiftkit.engine.fused.passes import Surroundings
 from swiftkit.engine.fused.projection import FrozenLinear, Projection
-from swiftkit.engine.fused.step import Surroundings
 from swiftkit.engine.kernels.rope import Heads, head_block
 from swiftkit.engine.kernels.rows import block_width
 from swiftkit.formats.peft import LoraSpec
@@ -171,14 +171,14 @@ class FusedLlamaLayer(nn.Module):
 
 
 class _Layer(torch.autograd.Function):
-    """Ties `step.forward` and `step.backward` into autograd."""
+    """Ties `passes.forward` and `passes.backward` into autograd."""
 
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, layer: FusedLlamaLayer, around: Surroundings, *factors: Tensor
     ) -> Tensor:
-        packed = step.pack(layer, factors)
-        out, kept = step.forward(layer, packed, residual.detach(), around)
+        packed = passes.pack(layer, factors)
+        out, kept = passes.forward(layer, packed, residual.detach(), around)
         ctx.layer, ctx.around, ctx.packed = layer, around, packed
         ctx.kept = kept
         return out
@@ -188,7 +188,7 @@ class _Layer(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError("the fused layer's backward can run once: what it kept is released as it goes")
-        d_input, d_factors = step.backward(
+        d_input, d_factors = passes.backward(
             ctx.layer, ctx.packed, kept, ctx.around, upstream[0].contiguous(), ctx.needs_input_grad[0]
         )
         return d_input, None, None, *d_factors

@@ -18,8 +18,6 @@ from swiftkit.engine.kernels.rows import (
     widen,
 )
 
-CHUNK_BYTES = 1 << 30  # of logits at once, in the head's dtype
-
 
 class Fp8Head(NamedTuple):
     """A second, FP8 copy of the head for the gradient's product, which then takes half the time.
@@ -51,7 +49,7 @@ def cross_entropy(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk: int | None = None,
+    chunk: int,
     fp8: Fp8Head | None = None,
 ) -> Tensor:
     """Sum over positions of -log softmax(cap(hidden @ weight^T * scale))[target]; differentiable in hidden.
@@ -62,13 +60,12 @@ def cross_entropy(
         targets: int64 [positions].
         scale: factor on the logits.
         softcap: logits become softcap * tanh(logits / softcap) after the scale.
-        chunk: positions projected at once; None fills CHUNK_BYTES.
+        chunk: positions projected at once.
         fp8: makes the gradient's product in FP8; None makes it with `weight`.
 
     Returns:
         [] fp32.
     """
-    chunk = chunk or max(16, CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
     wants_gradient = hidden.requires_grad and torch.is_grad_enabled()
     total: Tensor = _CrossEntropy.apply(hidden, weight, targets, scale, softcap, chunk, fp8, wants_gradient)
     return total
