@@ -13,10 +13,10 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-gpu lint types wheel clean
+.PHONY: help quickstart install test test-slow test-browser test-gpu kill-test lint types wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CPU and show what it says
 	$(VENV)/bin/swiftkit sft --model smollm2-135m --dataset data/persona.jsonl --num_train_epochs 6
@@ -24,11 +24,18 @@ quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CP
 install: $(VENV)/.installed-dev  ## swiftkit, editable, with what tests, lint and type check need
 
 test: $(VENV)/.installed-dev  ## install what the tests need and run the quick ones
-	$(VENV)/bin/python $(PYTEST) -m "not slow and not gpu and not multigpu"
+	$(VENV)/bin/python $(PYTEST) -m "not slow and not gpu and not multigpu and not browser"
 
 test-slow: $(VENV)/.installed-dev $(OLDEST)/.installed-dev  ## the slow tests; then some with the oldest transformers
-	$(VENV)/bin/python $(PYTEST) -m "slow and not gpu and not multigpu"
-	$(OLDEST)/bin/python $(PYTEST) -m "compat and not gpu and not multigpu"
+	$(VENV)/bin/python $(PYTEST) -m "slow and not gpu and not multigpu and not browser"
+	$(OLDEST)/bin/python $(PYTEST) -m "compat and not gpu and not multigpu and not browser"
+
+test-browser: $(VENV)/.installed-dev  ## open the HTML pages in a headless Chromium, where there is one
+	$(VENV)/bin/python $(PYTEST) -m browser
+
+N ?= 5
+kill-test: $(VENV)/.installed-dev  ## kill N runs at random moments, resume, compare bit for bit (make kill-test N=200)
+	$(VENV)/bin/python -m tests.kill_test --times $(N)
 
 test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of torch)
 	$(PYTHON) $(PYTEST) -m "gpu and not multigpu"

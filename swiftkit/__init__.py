@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from swiftkit.api import sft
+    from swiftkit.api import evaluate, merge, report, sft
     from swiftkit.train.run import Run
 
-__all__ = ["Run", "__version__", "sft"]
+__all__ = ["Run", "__version__", "evaluate", "merge", "report", "sft"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the doors when they are used: `import swiftkit` alone stays instant."""
-    if name == "sft":
-        from swiftkit.api import sft
+    if name in ("evaluate", "merge", "report", "sft"):
+        from swiftkit import api
 
-        return sft
+        return getattr(api, name)
     if name == "Run":
         from swiftkit.train.run import Run
 

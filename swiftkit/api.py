@@ -14,13 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftkit import flags, registry
-from swiftkit.config import Config, ConfigT, SftConfig, build
+from swiftkit import flags, registry, support
+from swiftkit.config import Config, ConfigT, EvalConfig, MergeConfig, ReportConfig, SftConfig, build
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from swiftkit.methods.evaluate import Evaluation
     from swiftkit.train.run import Run
 
 
@@ -49,6 +50,92 @@ def sft(config: str | Path | None = None, /, *, console: Console | None = None, 
     return method.run(resolved, console or Console())
 
 
+def evaluate(
+    checkpoint: str | Path | None = None, /, *, console: Console | None = None, **knobs: Any
+) -> Evaluation:
+    """Loss, perplexity and exact match; what `swiftkit eval` does.
+
+    Args:
+        checkpoint: a checkpoint, a run's folder, a model's folder or name; or say `model` and `adapters`.
+        console: where the result is printed; a rich console of the terminal or the notebook when left out.
+        knobs: the flags of `swiftkit eval --help`.
+
+    Returns:
+        `.metrics`, a dictionary of numbers, and `.predictions`, a list with an entry for each question.
+
+    Raises:
+        UserError: naming what is wrong, before weights are loaded.
+    """
+    resolved = configure_eval(knobs if checkpoint is None else {"checkpoint": checkpoint, **knobs})
+    from rich.console import Console
+
+    from swiftkit.methods import evaluate as method
+
+    return method.run(resolved, console or Console())
+
+
+def merge(adapters: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path:
+    """Base plus adapter as one model, checked; what `swiftkit merge` does.
+
+    Args:
+        adapters: a checkpoint or a run's folder.
+        output_dir: the folder to make.
+        knobs: the flags of `swiftkit merge --help`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: naming what is wrong, or by how much the merged model differs from its adapter.
+    """
+    config = configure(MergeConfig, "merge", {"adapters": adapters, "output_dir": output_dir, **knobs})
+    from swiftkit.export.merge import merge as run
+
+    return run(config)
+
+
+def report(*runs: str | Path, output: str | Path = "report.html") -> Path:
+    """One page on one or several runs; what `swiftkit report` does.
+
+    Args:
+        runs: their folders.
+        output: the page's file.
+
+    Returns:
+        The page's file.
+
+    Raises:
+        UserError: a folder is no run.
+    """
+    config = configure(ReportConfig, "report", {"runs": list(runs), "output": output})
+    from swiftkit.export.report import report as write
+
+    return write(config.runs, output=config.output)
+
+
+# What a run's args.json says of its rows, and its evaluation takes over where no flag says otherwise.
+AS_TRAINED = ("columns", "system", "thinking_history", "train_on")
+
+
+def configure_eval(knobs: Mapping[str, Any], *, file: str | Path | None = None) -> EvalConfig:
+    """Flags over file over what the checkpoint was trained with over the schema's defaults.
+
+    All that needs no model is checked first.
+    """
+    from swiftkit.data import read
+    from swiftkit.data.template import resolve_chat_template
+    from swiftkit.generate.find import find
+
+    known = configure(EvalConfig, "eval", knobs, file=file)
+    on_bad = (lambda _: None) if known.skip_bad_rows else None
+    for source in known.dataset:
+        next(read(source, on_bad=on_bad, streaming=known.streaming), None)
+    resolve_chat_template(known.chat_template)
+    trained = find(checkpoint=known.checkpoint, adapters=known.adapters, model=known.model).trained
+    remembered = {name: trained[name] for name in AS_TRAINED if name in trained}
+    return configure(EvalConfig, "eval", knobs, file=file, recipe=remembered)
+
+
 def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -> SftConfig:
     """Flags over file over recipe over the schema's defaults, and what the machine says to them.
 
@@ -62,7 +149,10 @@ def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -
     _preflight(known)
     if recipe is None:
         recipe = recipe_of(known.model, source=known.model_source, revision=known.revision)
-    return configure(SftConfig, "sft", knobs, file=file, recipe=registry.defaults(recipe, "sft"))
+    defaults = dict(registry.defaults(recipe, "sft"))
+    if known.tuner_type == "full":
+        defaults.pop("learning_rate", None)  # a recipe's is for an adapter
+    return configure(SftConfig, "sft", knobs, file=file, recipe=defaults)
 
 
 def configure(
@@ -114,7 +204,8 @@ def _preflight(config: SftConfig) -> None:
     """What can be known before a model is downloaded.
 
     Raises:
-        UserError: for a data set, a template, an output folder or a package that is not there.
+        UserError: for a data set, a template, an output folder or a package that is not there, and for what
+            cannot be combined.
     """
     from swiftkit.data import read
     from swiftkit.data.template import resolve_chat_template
@@ -125,6 +216,8 @@ def _preflight(config: SftConfig) -> None:
     for source in (*config.dataset, *config.val_dataset):
         next(read(source, on_bad=on_bad, streaming=config.streaming), None)
     resolve_chat_template(config.chat_template)
+    support.check(support.asked(config), config.base_precision)
+    support.check_optimizer(config.optim)
     check_writers(config.report_to)
     check_output_dir(config.output_dir)
 

@@ -8,12 +8,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, configure_sft
-from swiftkit.config import ChatConfig, DownloadConfig, SftConfig
+from swiftkit.api import configure, configure_eval, configure_sft
+from swiftkit.config import (
+    ChatConfig,
+    Config,
+    DownloadConfig,
+    EvalConfig,
+    MergeConfig,
+    PreviewConfig,
+    ReportConfig,
+    SftConfig,
+    StatsConfig,
+)
 from swiftkit.errors import UserError, nearest
+from swiftkit.parallel.options import DoctorConfig, LaunchConfig
 
 Words = list[str]
 
@@ -79,6 +90,25 @@ def _chat(words: Words) -> None:
     chat(config)
 
 
+def _eval(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(EvalConfig, "eval CHECKPOINT|FILE.yaml", file=False))
+        return
+    first, _ = _before_flags(words)
+    if len(first) > 1:
+        raise UserError(f"eval takes one checkpoint, or a file of flags, not {len(first)}: {' '.join(first)}")
+    first = [word for word in first if not word.endswith(flags.FILES)]
+    file, knobs = flags.parse(EvalConfig, words[len(first) :])
+    if first and "checkpoint" in knobs:
+        raise UserError("--checkpoint is given twice")
+    config = configure_eval({**({"checkpoint": first[0]} if first else {}), **knobs}, file=file)
+    from rich.console import Console
+
+    from swiftkit.methods import evaluate
+
+    evaluate.run(config, Console())
+
+
 def _download(words: Words) -> None:
     if _asks_help(words):
         print(flags.describe(DownloadConfig, "download NAME", file=False))
@@ -93,6 +123,116 @@ def _download(words: Words) -> None:
     if model.note:
         print(model.note)
     print(model.path)
+
+
+DATA_HELP = """swiftkit data preview FILE ... --model NAME [-n 5] [--row N] [--windows N] [--html OUT.html]
+swiftkit data stats FILE ... --model NAME [--json OUT.json]
+
+preview shows rows as the model sees them, with what is trained marked; stats counts lengths, duplicates, and
+what a cut would lose. `swiftkit data preview --help` gives every flag."""
+
+
+def _data(words: Words) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(DATA_HELP)
+        if not words:
+            raise UserError("data takes preview or stats, then a file")
+        return
+    kind, *rest = words
+    if kind not in ("preview", "stats"):
+        offer = nearest(kind, ("preview", "stats"), say="; did you mean {}?")
+        raise UserError(f"data takes preview or stats, then a file, not {kind}{offer}")
+    schema = PreviewConfig if kind == "preview" else StatsConfig
+    if _asks_help(rest):
+        print(flags.describe(schema, f"data {kind} FILE ...", file=False))
+        return
+    rest = _renamed(rest, {"-n": "--rows", "--json": "--json_file"})
+    config = configure(schema, f"data {kind}", _with_first(schema, "dataset", rest))
+    from rich.console import Console
+
+    from swiftkit import look
+
+    if isinstance(config, PreviewConfig):
+        look.preview(config, Console())
+    elif isinstance(config, StatsConfig):
+        look.stats(config, Console())
+
+
+def _report(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(ReportConfig, "report RUN ...", file=False))
+        return
+    config = configure(ReportConfig, "report", _with_first(ReportConfig, "runs", words))
+    from swiftkit.export.report import report
+
+    print(f"wrote {report(config.runs, output=config.output)}")
+
+
+def _merge(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(MergeConfig, "merge CHECKPOINT OUT", file=False))
+        return
+    first, rest = _before_flags(words)
+    if len(first) > 2:
+        raise UserError(f"merge takes a checkpoint and a folder to make, not {len(first)} words")
+    _, knobs = flags.parse(MergeConfig, rest, file=False)
+    given = dict(zip(("adapters", "output_dir"), first, strict=False))
+    config = configure(MergeConfig, "merge", {**given, **knobs})
+    from swiftkit.export.merge import merge
+
+    merge(config)
+
+
+def _doctor(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(DoctorConfig, "doctor", file=False))
+        return
+    _, knobs = flags.parse(DoctorConfig, _renamed(words, {"--json": "--as_json"}), file=False)
+    config = configure(DoctorConfig, "doctor", knobs)
+    from rich.console import Console
+
+    from swiftkit.parallel import doctor
+
+    if not doctor.run(config, Console()):
+        sys.exit(1)
+
+
+def _launch(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(LaunchConfig, "launch slurm|k8s|ssh FILE.yaml", file=False))
+        return
+    first, rest = _before_flags(words)
+    _, knobs = flags.parse(LaunchConfig, rest, file=False)
+    if len(first) + len({"scheduler", "file"} & set(knobs)) != 2:
+        raise UserError("launch takes slurm, k8s or ssh, then a config file, as in: launch slurm my.yaml")
+    config = configure(
+        LaunchConfig, "launch", {**dict(zip(("scheduler", "file"), first, strict=False)), **knobs}
+    )
+    configure(SftConfig, config.verb, {}, file=config.file)  # a mistake in it is found here, not in the queue
+    from swiftkit.parallel.jobs import job_file
+
+    print(job_file(config), end="")
+
+
+def _renamed(words: Words, names: dict[str, str]) -> Words:
+    """Flags by their full names, with the value that may hang on one by `=`."""
+    parts = [word.partition("=") for word in words]
+    return ["".join((names.get(name, name), *value)) for name, *value in parts]
+
+
+def _with_first(schema: type[Config], name: str, words: Words) -> dict[str, Any]:
+    """The knobs, of which one may stand in front without its flag."""
+    first, rest = _before_flags(words)
+    _, knobs = flags.parse(schema, rest, file=False)
+    if first and name in knobs:
+        raise UserError(f"{' '.join(first)} in front is --{name} already; give it once")
+    return {name: first, **knobs} if first else knobs
+
+
+def _before_flags(words: Words) -> tuple[Words, Words]:
+    """The words that stand in front of the first flag, and the rest."""
+    at = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[:at], words[at:]
 
 
 def _ls(words: Words) -> None:
@@ -165,7 +305,13 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "sft": Verb("fine-tune a model on your data", _sft),
     "chat": Verb("talk to a model, or to a tuned one", _chat),
+    "eval": Verb("loss, perplexity and exact match of a model, or of a tuned one", _eval),
+    "data": Verb("look at rows as the model sees them, and count them", _data),
+    "merge": Verb("base plus adapter as one model; to the hub, to GGUF", _merge),
+    "report": Verb("one page on one or several runs", _report),
     "download": Verb("fetch a model", _download),
+    "doctor": Verb("is this machine ready? GPUs, links, disk, versions; --bench measures", _doctor),
+    "launch": Verb("print a job file for several nodes: slurm, k8s or ssh", _launch),
     "ls": Verb("models that have a recipe", _ls),
     "show": Verb("a model's recipe", _show),
     "cp": Verb("write a recipe as YAML, to edit", _cp),

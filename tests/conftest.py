@@ -40,6 +40,14 @@ def _threads(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _data_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data of the tests are kept apart from the user's own."""
+    if "swiftkit.methods.sft" in sys.modules:
+        folder = tmp_path_factory.getbasetemp() / "data-cache"
+        monkeypatch.setattr("swiftkit.methods.sft.data_folder", lambda: folder)
+
+
+@pytest.fixture(autouse=True)
 def _accelerator(request: pytest.FixtureRequest) -> None:
     """Tests marked gpu or multigpu skip where the machine has too few CUDA devices."""
     several = request.node.get_closest_marker("multigpu") is not None

@@ -19,10 +19,10 @@ def sft(**knobs: Any) -> SftConfig:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"learning_rate": "fast"}, "--learning_rate takes a number, not fast"),
-        ({"learning_rate": -1}, "--learning_rate takes more than 0, not -1"),
-        ({"learning_rate": "nan"}, "--learning_rate takes a finite number, not nan"),
-        ({"learning_rate": float("inf")}, "--learning_rate takes a finite number, not inf"),
+        ({"learning_rate": "fast"}, "--learning_rate takes a number or auto, not fast"),
+        ({"learning_rate": -1}, "--learning_rate: more than 0, or auto, not -1"),
+        ({"learning_rate": "nan"}, "--learning_rate takes a finite number or auto, not nan"),
+        ({"learning_rate": float("inf")}, "--learning_rate takes a finite number or auto, not inf"),
         ({"num_train_epochs": None}, "--num_train_epochs takes a number, not nothing"),
         ({"lora_rank": 0}, "--lora_rank takes at least 1, not 0"),
         ({"lora_rank": 1.5}, "--lora_rank takes a whole number, not 1.5"),

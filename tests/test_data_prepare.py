@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from swiftkit.data import Prepared, num_steps, prepare
+from swiftkit.data import Document, Prepared, num_steps, prepare
+from swiftkit.data.choose import TruncationStrategy, fit
 from swiftkit.errors import UserError
 from tests.cases.toy import case, expected, template, tokenizer
 
+STRATEGIES: tuple[TruncationStrategy, ...] = ("drop", "left", "right")
 KNOBS: dict[str, Any] = {
     "max_length": "auto",
     "packing": True,
@@ -165,3 +169,46 @@ def test_school_sums_beside_the_repository(shared_data: Path) -> None:
     found = prepared(f"{shared_data / 'gsm8k' / 'train.jsonl'}#400", chat_template="chatml")
     assert_all_rows_are_counted(found)
     assert found.report.rows_kept == 400 and found.report.packing_efficiency > 0.9
+
+
+def test_all_documents_are_cut_as_each_would_be(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    values = []
+    for _ in range(200):
+        words = "".join(draw.choices("ab cd", k=draw.randint(1, 60)))
+        values.append(draw.choice([{"text": f"t{words}"}, {"prompt": words, "completion": f"c{words[:5]}"}]))
+    source = rows(tmp_path, *values)
+    for tok in ("plain", "bos"):
+        whole, bos_id = prepared(source, tok=tok, max_length=200).documents, tokenizer(tok).bos_token_id
+        for size in (2, 9, 33):
+            for strategy in STRATEGIES:
+                cut = [fit(d, size, strategy, bos_id=bos_id) for d in whole]
+                kept = [document for document in cut if isinstance(document, Document)]
+                if not kept:
+                    continue
+                found = prepared(source, tok=tok, max_length=size, truncation_strategy=strategy)
+                assert [d.origin for d in found.documents] == [d.origin for d in kept]
+                assert all(np.array_equal(a.ids, b.ids) for a, b in zip(found.documents, kept, strict=True))
+                assert all(
+                    np.array_equal(a.trained, b.trained) for a, b in zip(found.documents, kept, strict=True)
+                )
+                assert found.documents.targets.tolist() == [document.targets for document in kept]
+                reasons = Counter(reason for reason in cut if isinstance(reason, str))
+                assert reasons == {why: tally.rows for why, tally in found.report.dropped.items()}
+
+
+def test_documents_and_windows_are_sequences() -> None:
+    found = prepared("swiftkit::persona", chat_template="chatml")
+    first, *_, last = found.documents
+    assert found.documents[-1].origin == last.origin and found.documents[0].origin == first.origin
+    assert [document.origin for document in found.documents[1:3]] == [
+        found.documents[1].origin,
+        found.documents[2].origin,
+    ]
+    assert found.windows[-1] == found.windows[len(found.windows) - 1] == list(found.windows)[-1]
+    assert found.windows[:] == list(found.windows) == found.windows
+    with pytest.raises(IndexError):
+        found.documents[len(found.documents)]
+    lengths = [sum(map(len, found.window(index))) for index in range(len(found.windows))]
+    assert found.window_lengths.tolist() == lengths
+    assert found.largest_id == max(int(document.ids.max()) for document in found.documents)

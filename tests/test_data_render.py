@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from swiftkit.data import Conversation, Document, Origin, Renderer, collate, read, to_example
-from swiftkit.data.render import _overlaps
+from swiftkit.data.render import _touched
 from swiftkit.errors import UserError
 from tests.cases.toy import case, expected, render, template, tokenizer, trained_texts
 
@@ -306,9 +307,62 @@ def test_indentation_is_trained_where_a_tokenizer_trims_its_ranges() -> None:
     assert trained_texts(document, toy) == [f"{answer}<|im_end|>"]
 
 
+def overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens touch a span, by looking at all of them."""
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    reached = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
+    starts = np.minimum(starts, reached)
+    touched = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        touched |= (starts < stop) & (ends > start)
+    return touched.tolist()
+
+
+class Ranges:
+    """Hand-written ranges in the place of a tokenizer's."""
+
+    def __init__(self, offsets: np.ndarray) -> None:
+        self.offsets = offsets
+
+    def token_to_chars(self, token: int) -> tuple[int, int]:
+        return tuple(self.offsets[token])
+
+    def char_to_token(self, character: int) -> int | None:
+        return next((t for t, (start, end) in enumerate(self.offsets) if start <= character < end), None)
+
+
+def touched(encoding: Any, spans: list[tuple[int, int]]) -> list[bool]:
+    found = np.zeros(len(encoding.offsets), bool)
+    for start, stop in _touched(encoding, spans, len(found), at=0):
+        found[start:stop] = True
+    return found.tolist()
+
+
 def test_tokens_whose_ranges_were_trimmed_of_spaces() -> None:
     # "do:" + "    x" + end, as tokens "do", ":", "   " (trimmed to nothing), " x" (trimmed to x), end, "\n"
     offsets = np.array([[0, 2], [2, 3], [6, 6], [7, 8], [8, 11], [11, 12]])
-    assert _overlaps(offsets, [(3, 11)]).tolist() == [False, False, True, True, True, False]
+    assert touched(Ranges(offsets), [(3, 11)]) == [False, False, True, True, True, False]
     # A piece of no width at a span's edge is not the model's.
-    assert _overlaps(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, False, True]
+    assert touched(Ranges(np.array([[0, 3], [3, 3], [3, 5]])), [(3, 5)]) == [False, False, True]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_spans_are_found_among_any_tokens(seed: int, trims: bool) -> None:
+    draw = random.Random(seed)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trims)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = level
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    words = ["the ", "  indented", "\n\n", "été ", "数学", "👩‍🔬", " x", "\t", "n" * 5, "\u3000"]
+    texts = ["".join(draw.choices(words, k=draw.randint(0, 30))) for _ in range(300)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=level.alphabet(), special_tokens=["<|end|>"], show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    for text in texts:
+        text = text.replace("nnnnn", "<|end|>")
+        encoding = backend.encode(text)
+        offsets = np.array(encoding.offsets).reshape(-1, 2)
+        for _ in range(5):
+            start, stop = sorted(draw.choices(range(len(text) + 1), k=2))
+            assert touched(encoding, [(start, stop)]) == overlaps(offsets, [(start, stop)])

@@ -150,8 +150,8 @@ def change(adapter: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 8}, "modules_to_save": ["lm_head"]}, "modules_to_save, rank_pattern"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 1}}, "alpha_pattern, rank_pattern"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
@@ -173,7 +173,7 @@ def test_every_part_of_peft_s_lora_is_known() -> None:
         "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias",
         "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "megatron_config",
         "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-        "runtime_config", "ensure_weight_tying",
+        "runtime_config", "ensure_weight_tying", "use_dora", "modules_to_save",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == harmless | set(REFUSED)
 

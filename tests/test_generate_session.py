@@ -22,8 +22,9 @@ from swiftkit.engine.placement import place
 from swiftkit.errors import UserError
 from swiftkit.generate.chat import chat
 from swiftkit.generate.decode import stream
+from swiftkit.generate.find import find_checkpoint
 from swiftkit.generate.sampling import Sampler
-from swiftkit.generate.session import Session, answer_all, find_checkpoint
+from swiftkit.generate.session import Session, answer_all
 from swiftkit.train.run import Run
 from tests import tiny
 from tests.cases import toy
@@ -223,7 +224,7 @@ def test_the_base_comes_from_where_it_came_in_training(
     def ask(name: str, *, source: str, revision: str | None, say: object) -> None:
         raise Asked(name, source, revision)
 
-    monkeypatch.setattr("swiftkit.generate.session.open_model", ask)
+    monkeypatch.setattr("swiftkit.generate.load.open_model", ask)
     with pytest.raises(Asked) as asked:
         open_session(adapters=copied(run, tmp_path / "checkpoint", from_a_hub), **knobs)
     assert asked.value.args == expected
@@ -257,7 +258,7 @@ def test_precision_is_what_was_asked_for(
     def spy(*arguments: Any, **keywords: Any) -> Any:
         raise Placed(place(*arguments, **keywords).base_precision)
 
-    monkeypatch.setattr("swiftkit.generate.session.place", spy)
+    monkeypatch.setattr("swiftkit.generate.load.place", spy)
     adapters = copied(run, tmp_path / "checkpoint", of_hopper)
     with pytest.raises(Placed) as placed:
         open_session(adapters=adapters, base_precision=flag, device="cpu")

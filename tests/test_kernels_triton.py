@@ -19,6 +19,9 @@ from swiftkit.engine.kernels import (
     swiglu,
     transpose,
 )
+from swiftkit.engine.kernels import (
+    outliers as carried,
+)
 from swiftkit.engine.kernels.rows import FP8, SLICES, Rows, cast_rows, power_of_two_scale
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seed", "poison")]
@@ -84,6 +87,38 @@ def test_norm(hidden: int, inter: int, rank: int, heads: rope.Heads, fp8: bool, 
         d = draw(TOKENS, hidden)
         found_back = norm.norm_backward_cast(d, **options)
         assert_same(found_back, norm.norm_backward_cast_reference(d, *options.values()))
+
+
+@sizes
+@outliers
+def test_carried_channels(hidden: int, inter: int, rank: int, heads: rope.Heads, outlier: float) -> None:
+    """What is carried is high + low; how it is split hangs on the last bit of the cast."""
+
+    def both(x: Rows, count: int) -> Tensor:
+        low, high = x.dense()[:, -2 * count :].chunk(2, 1)
+        return low + high
+
+    residual, weight, rstd = draw(TOKENS, hidden), draw(hidden) + 1, torch.rand(TOKENS, device="cuda") + 0.1
+    residual[:, hidden - 7] *= outlier
+    t, b = draw(TOKENS, 2 * rank), draw(2 * inter, rank, scale=0.1)
+    raw = draw(TOKENS, 2 * inter)
+    for width, exact in ((hidden, residual), (inter, None)):
+        channels = carried.largest(torch.rand(width, device="cuda"), draw(8, width))
+        count = channels.shape[0]
+        if exact is None:
+            h = swiglu.swiglu_cast_reference(raw, None, True, t, b, None, 2 * count)[0]
+            found, wanted = h, Rows(h.data.cpu(), h.scale.cpu())  # type: ignore[union-attr]
+            carried.carry_swiglu(found, raw, channels, t=t, b=b)
+            carried.carry_swiglu(wanted, raw.cpu(), channels.cpu(), t=t.cpu(), b=b.cpu())
+        else:
+            x = norm.norm_cast_reference(residual, weight, 1e-5, True, None, None, None, None, 2 * count).x
+            found, wanted = x, Rows(x.data.cpu(), x.scale.cpu())  # type: ignore[union-attr]
+            carried.carry(found, exact, channels, weight=weight, rstd=rstd)
+            carried.carry(wanted, exact.cpu(), channels.cpu(), weight=weight.cpu(), rstd=rstd.cpu())
+        assert_same(both(found, count).cpu(), both(wanted, count), 0.005)
+        assert torch.equal(
+            found.data[:, -count:].cpu().view(torch.uint8), wanted.data[:, -count:].view(torch.uint8)
+        )
 
 
 @sizes

@@ -22,11 +22,12 @@ from swiftkit.formats.peft import load_adapter
 from swiftkit.formats.source import LocalModel
 from swiftkit.formats.weights import Weights
 from swiftkit.methods import sft
-from swiftkit.train.job import adapter_size, base_for_others
+from swiftkit.train.job import base_for_others
 from swiftkit.train.log import FILE, Log
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
 from swiftkit.train.steps import plan_steps
+from swiftkit.train.tuning import trained_numbers
 from tests import tiny
 from tests.cases import toy
 
@@ -83,7 +84,7 @@ def ours(
     plan = plan_steps(knobs, num_windows=len(data.windows), max_length=data.max_length, device_type="cpu")
     console = Console(file=(folder / "console.txt").open("w"))
     with Log(folder, steps=STEPS, report_to=[], settings={}, console=console) as log:
-        fit(engine, data, sft.loss, knobs=knobs, plan=plan, log=log, save=lambda _: None, pad_id=0)
+        fit(engine, data, sft.loss, knobs=knobs, plan=plan, log=log, pad_id=0)
     lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     return [x["loss"] for x in lines], [x["grad_norm"] for x in lines], engine.parameters
 
@@ -345,7 +346,7 @@ def test_what_will_happen_is_said_before_weights_are_loaded(
     trained = sum(p.numel() for p in engine_parameters(toy_model, LoraSpec(rank=4)).values())
     assert f"LoRA rank 4, alpha 32, {trained:,} parameters" in said and ", plain layers" in said
     (folder,) = (tmp_path / "output" / "toy").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"args.json", "data_report.json"}
+    assert {path.name for path in folder.iterdir()} == {"args.json", "data_report.json", ".lock"}
 
 
 def engine_parameters(model: Path, lora: LoraSpec) -> dict[str, torch.Tensor]:
@@ -360,7 +361,7 @@ def test_an_adapter_is_counted_without_weights(family: str, targets: tuple[str, 
     tiny.make(family, tmp_path)
     lora = LoraSpec(rank=3, target_modules=targets)
     trained = sum(p.numel() for p in engine_parameters(tmp_path, lora).values())
-    assert adapter_size(describe(tmp_path), lora) == trained
+    assert trained_numbers(describe(tmp_path), lora) == trained
 
 
 def test_brackets_in_what_is_said_are_no_markup(

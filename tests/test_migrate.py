@@ -7,14 +7,15 @@ from collections import Counter
 import pytest
 
 from swiftkit import migrate
-from swiftkit.config import ChatConfig, SftConfig
+from swiftkit.config import ChatConfig, EvalConfig, MergeConfig, SftConfig
 from swiftkit.errors import UserError
 from swiftkit.flags import parse
 from swiftkit.migrate import Entry, lookup
 from swiftkit.recipe_file import choices
 
-FIELDS = {**ChatConfig.model_fields, **SftConfig.model_fields}
-VERBS = {"sft", "chat"}
+CONFIGS = (ChatConfig, EvalConfig, MergeConfig, SftConfig)
+FIELDS = {name: field for config in CONFIGS for name, field in config.model_fields.items()}
+VERBS = {"sft", "chat", "eval", "merge"}
 ENTRIES = [entry for entries in migrate.TABLE.values() for entry in entries]
 FLAGS = [entry for entry in ENTRIES if entry.kind == "flag"]
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "swiftkit"
 
 # From the doors down. Rooms of one floor may use each other, as long as there is no circle.
 FLOORS = [
-    {"__init__", "__main__", "api", "cli", "flags", "migrate", "recipe_file"},
+    {"__init__", "__main__", "api", "cli", "flags", "look", "migrate", "recipe_file"},
     {"methods"},
     {"export"},
     {"train"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"data"},
     {"hub"},
     {"plan"},
-    {"config", "errors", "registry"},
+    {"config", "errors", "registry", "support"},
 ]
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -157,6 +157,12 @@ print(json.dumps({"code": code or 0, "heavy": heavy}))
     [
         (["--help"], 0),
         (["sft", "--help"], 0),
+        (["eval", "--help"], 0),
+        (["eval", "--dataset", "no.jsonl"], 2),
+        (["data", "--help"], 0),
+        (["data", "preview", "--help"], 0),
+        (["report", "--help"], 0),
+        (["merge", "--help"], 0),
         (["ls"], 0),
         (["show", "llama3-70b"], 0),
         (["sft", "--modle", "smollm2-135m"], 2),

@@ -155,3 +155,48 @@ def test_an_interrupted_run_says_where_it_was(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert out.getvalue().endswith(f"\nstopped after 2 of 20 steps; the log is in {tmp_path}\n")
     assert len(lines(tmp_path)) == 1
+
+
+def test_a_resumed_log_has_no_line_of_what_did_not_happen(tmp_path: Path) -> None:
+    with log_of(tmp_path, Console(file=io.StringIO())) as log:
+        log.training(VALUES, step=1, epoch=0.5, learning_rate=1e-4)
+        position = log.position()
+        log.training(VALUES, step=2, epoch=0.6, learning_rate=1e-4)
+    for torn in ("", '{"step": 3, "lo'):
+        with (tmp_path / FILE).open("a") as file:
+            file.write(torn)
+        with Log(
+            tmp_path,
+            steps=20,
+            report_to=[],
+            settings={},
+            console=Console(file=io.StringIO()),
+            resumed=position,
+        ) as log:
+            assert [line["step"] for line in lines(tmp_path)] == [1]
+            log.training(VALUES, step=2, epoch=0.5, learning_rate=1e-4)
+        before, after = lines(tmp_path)
+        assert after["step"] == 2 and after["elapsed_seconds"] > before["elapsed_seconds"]
+    (tmp_path / FILE).write_text('{"step": 1}\n{"step": 2')  # the machine lost what was not on the disk yet
+    Log(tmp_path, steps=2, report_to=[], settings={}, console=Console(quiet=True), resumed=position)
+    assert lines(tmp_path) == [{"step": 1}]
+
+
+def test_tensorboard_is_told_where_a_resumed_run_begins(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    resumed = None
+    for last in (3, 4):
+        console = Console(file=io.StringIO())
+        log = Log(tmp_path, steps=9, report_to=["tensorboard"], settings={}, console=console, resumed=resumed)
+        first = 1 if resumed is None else 3
+        with log:
+            for step in range(first, last + 1):
+                log.training(
+                    {**VALUES, "loss": float(10 * last + step)}, step=step, epoch=1.0, learning_rate=1e-4
+                )
+                if step == 2:
+                    resumed = log.position()
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 31), (2, 32), (3, 43), (4, 44)]

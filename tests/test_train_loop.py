@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import Prepared, prepare
-from swiftkit.engine import Batch, Engine, Head, LoraSpec, Loss, Sums
-from swiftkit.engine.build import build_model
+from swiftkit.engine import Batch, Engine, Head, Loss, Sums
 from swiftkit.errors import UserError
 from swiftkit.methods.sft import loss
-from swiftkit.train.log import FILE, Log
-from swiftkit.train.loop import fit
+from swiftkit.train.guards import StepGuard
+from swiftkit.train.loop import step
 from swiftkit.train.steps import microbatches_of_step, plan_steps
-from tests import tiny
+from swiftkit.train.stop import Terminated
+from tests import tiny, training
 from tests.cases import toy
-
-CPU = torch.device("cpu")
-Lines = list[dict[str, Any]]
+from tests.training import CPU, data_of, keeper_of, logged, losses, persona, saved, train
 
 
 @pytest.fixture(scope="module")
@@ -36,41 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(model: Path, *, randomise: bool = False, **spec: Any) -> Engine:
-    engine = Engine(
-        build_model(model, dtype=torch.float32, device=CPU, lora=LoraSpec(**{"rank": 4, "alpha": 8, **spec}))
-    )
+    engine = training.engine_of(model, **spec)
     if randomise:
         tiny.randomise_adapter(engine.parameters)
     return engine
-
-
-def data_of(source: str, **knobs: Any) -> Prepared:
-    settings = dict(max_length="auto", packing=False, truncation_strategy="drop", system=None)
-    return prepare([source], tokenizer=toy.tokenizer(), **{**settings, **knobs})
-
-
-def train(
-    engine: Engine,
-    data: Prepared,
-    folder: Path,
-    *,
-    evaluation: Prepared | None = None,
-    save: Callable[[int], None] = lambda _: None,
-    loss: Loss = loss,
-    **knobs: Any,
-) -> Lines:
-    """Run `fit`; gives the lines of logging.jsonl."""
-    folder.mkdir(exist_ok=True)
-    checked = TrainKnobs(**{"logging_steps": 1, "learning_rate": 1e-2, **knobs})
-    plan = plan_steps(checked, num_windows=len(data.windows), max_length=data.max_length, device_type="cpu")
-    console = Console(file=(folder / "console.txt").open("w"))
-    with Log(folder, steps=plan.steps, report_to=[], settings={}, console=console) as log:
-        fit(engine, data, loss, knobs=checked, plan=plan, log=log, save=save, pad_id=0, evaluation=evaluation)
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
-
-
-def losses(lines: Lines) -> list[float]:
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 # ---- case 15: accumulated = whole batch ------------------------------------------------------------------
@@ -185,10 +151,6 @@ def logits(engine: Engine, documents: list[Any]) -> torch.Tensor:
 # ---- whole runs ------------------------------------------------------------------------------------------
 
 
-def persona(**knobs: Any) -> Prepared:
-    return data_of("swiftkit::persona", chat_template="chatml", packing=True, max_length=256, **knobs)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_run_repeats_bit_for_bit_and_learns(model: Path, tmp_path: Path, dropout: float) -> None:
     adapters, found = [], []
@@ -279,28 +241,12 @@ def test_evaluation_before_between_and_after(model: Path, tmp_path: Path) -> Non
 
 def test_checkpoints_are_due_at_their_steps_and_at_the_end(model: Path, tmp_path: Path) -> None:
     for steps, due in ((7, [3, 6, 7]), (6, [3, 6]), (2, [2])):
-        saved: list[int] = []
-        train(
-            engine_of(model),
-            persona(),
-            tmp_path / str(steps),
-            max_steps=steps,
-            save_steps=3,
-            save=saved.append,
-        )
-        assert saved == due
+        folder, engine = tmp_path / str(steps), engine_of(model)
+        train(engine, persona(), folder, max_steps=steps, save_steps=3, keeper=keeper_of(folder, engine))
+        assert saved(folder) == due
 
 
 # ---- runs that end early ---------------------------------------------------------------------------------
-
-
-def logged(folder: Path) -> Lines:
-    """The log's lines, as strict JSON."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in (folder / FILE).read_text().splitlines()]
 
 
 def test_a_run_that_diverges_says_when_and_what_to_do(model: Path, tmp_path: Path) -> None:
@@ -315,19 +261,21 @@ def test_a_run_that_diverges_says_when_and_what_to_do(model: Path, tmp_path: Pat
 
 
 def test_a_diverged_adapter_is_not_saved_between_log_lines(model: Path, tmp_path: Path) -> None:
-    saved: list[int] = []
-    with pytest.raises(UserError, match=r"^step 3: the adapter is not finite, training has diverged"):
+    """The first update makes numbers that overflow when they are squared; nothing shows it before a save."""
+    folder, engine = tmp_path / "run", engine_of(model)
+    name, parameter = next(iter(engine.parameters.items()))
+
+    def spoilt(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
+        with torch.no_grad():
+            parameter[0, 0] = float("inf")
+        return loss(head, hidden.detach() * 0 + hidden.nan_to_num(), batch)
+
+    with pytest.raises(UserError, match=rf"^step 3: {name} is not finite any more, training has diverged"):
         train(
-            engine_of(model),
-            persona(),
-            tmp_path / "run",
-            learning_rate=1e30,
-            max_steps=9,
-            logging_steps=9,
-            save_steps=3,
-            save=saved.append,
-        )
-    assert saved == [] and len(logged(tmp_path / "run")) == 1
+            engine, persona(), folder, loss=spoilt, max_steps=9, logging_steps=9, save_steps=3,
+            on_bad_loss="skip", keeper=keeper_of(folder, engine),
+        )  # fmt: skip
+    assert saved(folder) == [] and len(logged(folder)) == 1
 
 
 @pytest.mark.parametrize("judged", [False, True])
@@ -343,50 +291,94 @@ def test_a_base_that_is_not_finite_is_no_matter_of_the_rate(
     assert logged(tmp_path / "run") == []
 
 
-def interrupted_in(call: int) -> Loss:
-    """The loss with Ctrl-C in its n-th call, counted from 1."""
+def signalled_in(call: int, number: int) -> Loss:
+    """The loss, with a signal in its n-th call, counted from 1."""
     calls = iter(range(1, 1000))
 
-    def interrupted(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
+    def signalled(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
         if next(calls) == call:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return loss(head, hidden, batch)
 
-    return interrupted
+    return signalled
 
 
-@pytest.mark.parametrize(("call", "kept"), [(1, []), (2, [1]), (4, [2, 3]), (5, [2, 4])])
-def test_an_interrupted_run_keeps_its_finished_steps(
-    model: Path, tmp_path: Path, call: int, kept: list[int]
+@pytest.mark.parametrize(("call", "kept"), [(1, [1]), (2, [2]), (5, [2, 4, 5])])
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_ends_the_step_and_saves_it(
+    model: Path, tmp_path: Path, call: int, kept: list[int], number: int, ending: type[BaseException]
 ) -> None:
-    saved: list[int] = []
+    folder, engine = tmp_path / "run", engine_of(model)
+    before = signal.getsignal(number)
+    with pytest.raises(ending) as ended:
+        train(
+            engine, persona(), folder, loss=signalled_in(call, number), global_batch_size=1, max_steps=9,
+            save_steps=2, keeper=keeper_of(folder, engine),
+        )  # fmt: skip
+    assert saved(folder) == kept
+    assert getattr(ended.value, "code", 130) == 128 + number
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
+    folder, engine = tmp_path / "run", engine_of(model)
+
+    def twice(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the step went on")
+
+    with pytest.raises(Terminated):
+        train(engine, persona(), folder, loss=twice, max_steps=9, keeper=keeper_of(folder, engine))
+    assert saved(folder) == []
+
+
+def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(model: Path, tmp_path: Path) -> None:
+    data, folder, engine = persona(split_ratio=0.5), tmp_path / "run", engine_of(model)
+    assert data.evaluation is not None and len(data.evaluation.windows) > 2
+    calls: list[bool] = []
+
+    def signalled(head: Head, hidden: torch.Tensor, batch: Batch) -> Sums:
+        calls.append(torch.is_grad_enabled())
+        if calls.count(True) == 2 and not calls[-1]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(head, hidden, batch)
+
     with pytest.raises(KeyboardInterrupt):
         train(
-            engine_of(model),
-            persona(),
-            tmp_path / "run",
-            loss=interrupted_in(call),
-            global_batch_size=1,
-            max_steps=9,
-            save_steps=2,
-            save=saved.append,
-        )
-    assert saved == kept
+            engine, data, folder, evaluation=data.evaluation, loss=signalled, max_steps=9, eval_steps=2,
+            global_batch_size=1, keeper=keeper_of(folder, engine),
+        )  # fmt: skip
+    assert saved(folder) == [2]
+    assert [line["step"] for line in logged(folder) if "eval_loss" in line] == [0]
 
 
-def test_an_update_that_was_interrupted_is_not_saved(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-    updates = iter(range(1, 10))
-    whole = torch.optim.AdamW.step
+# ---- the step ---------------------------------------------------------------------------------------------
 
-    def update(self: torch.optim.AdamW, closure: None = None) -> None:
-        whole(self, closure)
-        if next(updates) == 3:
-            raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", update)
-    with pytest.raises(KeyboardInterrupt):
-        train(engine_of(model), persona(), tmp_path / "run", max_steps=9, save_steps=9, save=saved.append)
-    assert saved == []
+class NoHostReads(TorchDispatchMode):
+    """Fails where a value is read back from a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read back"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spike_factor", [0.0, 3.0])
+def test_a_step_reads_no_value_back(model: Path, spike_factor: float) -> None:
+    """With fused AdamW, as on a GPU: neither the guard nor the update asks for a number."""
+    engine, data = engine_of(model), persona()
+    optimizer = torch.optim.AdamW([{"params": engine.parameters.values(), "ratio": 1.0}], lr=1e-3, fused=True)
+    guard = StepGuard(optimizer, device=CPU, spike_factor=spike_factor)
+    plan = training.plan_of(data, TrainKnobs(global_batch_size=2, per_device_train_batch_size=1))
+    for index in range(2):
+        packed = microbatches_of_step(data, plan, step=index, seed=1, pad_id=0)
+        batches = [Batch.of(p, device=CPU) for p in packed]
+        trained, guard.looking = sum(p.trained_tokens for p in packed), True
+        with NoHostReads():
+            step(engine, batches, loss, optimizer, denominator=trained, rate=1e-3, max_norm=1.0, guard=guard)
+        guard.check(step=index + 1)
+    with pytest.raises(AssertionError, match="read back"), NoHostReads():
+        guard.held.item()

@@ -121,7 +121,7 @@ def numbered(num_windows: int) -> Prepared:
         Document(np.array([i, i], np.int32), np.array([False, True]), Origin("f", i + 1))
         for i in range(num_windows)
     ]
-    return Prepared(documents, [[i] for i in range(num_windows)], 2, DataReport(["f"]), "", [])
+    return Prepared(documents, [[i] for i in range(num_windows)], 2, DataReport(["f"]), "", [], 1)
 
 
 def test_every_window_is_taken_once_an_epoch(seed: int) -> None:

@@ -62,6 +62,11 @@ class Conversation:
             answers = {index for index in answers if index > question}
         return sorted((answers | self.wanted) - self.context)
 
+    def told_apart(self, rule: TrainOn) -> list[int]:
+        """Indices of the messages whose place in the text has to be known: answers, and exceptions."""
+        answers = {index for index, message in enumerate(self.messages) if message["role"] == "assistant"}
+        return sorted(answers.union(self.trained(rule), self.context if rule == "all" else ()))
+
     def with_front(self, front: Sequence[Message], *, dropping: int = 0) -> Conversation:
         """The conversation with other messages in the place of its first ones."""
         by = len(front) - dropping
@@ -108,13 +113,23 @@ def conversation(
     found = Conversation(
         messages=messages,
         origin=origin,
-        tools=tools_of(value.get("tools"), origin, columnar=columnar),
         context=frozenset(index for index, switch in enumerate(switches) if switch is False),
         wanted=frozenset(index for index, switch in enumerate(switches) if switch),
     )
+    return completed(found, value, columnar=columnar)
+
+
+def completed(found: Conversation, value: Mapping[str, Any], *, columnar: bool) -> Conversation:
+    """A conversation with the `tools` and the `system` column of its row.
+
+    Raises:
+        RowError: for a column that is wrong.
+    """
+    if tools := tools_of(value.get("tools"), found.origin, columnar=columnar):
+        found = replace(found, tools=tools)
     system = value.get("system")
-    if system and messages[0]["role"] not in SYSTEM_ROLES:
-        return found.with_front([{"role": "system", "content": text_of(system, "system", origin)}])
+    if system and found.messages[0]["role"] not in SYSTEM_ROLES:
+        return found.with_front([{"role": "system", "content": text_of(system, "system", found.origin)}])
     return found
 
 

@@ -22,6 +22,9 @@ class RowError(UserError):
         self.origin = origin
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[Origin, str]]:
+        return RowError, (self.origin, self.reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -3,91 +3,156 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
 
-from swiftkit.data.conversation import Conversation, Message
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftkit.data.arrays import ArrayWriter
+from swiftkit.data.conversation import Message
 from swiftkit.data.document import Document, Origin, RowError
-from swiftkit.data.lines import Row
-from swiftkit.data.read import Source, parse_source, rows_of
+from swiftkit.data.documents import STORED, Tokens
+from swiftkit.data.encode import SAMPLE_CANDIDATES, Encoded, Encoder
+from swiftkit.data.lines import Row, Rows
+from swiftkit.data.read import Source, is_text, parse_source, rows_of
 from swiftkit.data.render import Renderer
 from swiftkit.data.report import DataReport, SourceCounts
-from swiftkit.data.shapes import Completion, Example, column_names, to_example
-from swiftkit.data.template import Layout
+from swiftkit.data.shapes import column_names
 from swiftkit.data.windows import TextWindows
+from swiftkit.data.workers import Encoding, Result, encoding
+from swiftkit.hub.files import Say
 
+TELL_EVERY = 30  # seconds
 BATCH_ROWS = 512  # rows that the tokenizer takes at once
-SAMPLE_CANDIDATES = 32  # prompts looked at, as their rows may be dropped later
+BATCH_WINDOWS = 256  # of a text file, written at once
 WINDOWS = "windows of a text file"
-
-
-@dataclass(slots=True)
-class Intake:
-    """All rows as whole documents.
-
-    Attributes:
-        report: what was read so far.
-        documents: of each source, in its order.
-        prompts: conversations before their first answer, with where they stand.
-    """
-
-    report: DataReport
-    documents: list[list[Document]] = field(default_factory=list)
-    prompts: list[tuple[Origin, list[Message]]] = field(default_factory=list)
 
 
 def take_in(
     sources: Sequence[str],
     renderer: Renderer,
+    folder: Path,
     *,
     window: int,
     columns: Mapping[str, str] | None = None,
     skip_bad_rows: bool = False,
     streaming: bool = False,
-) -> Intake:
-    """Reads and renders all sources.
+    processes: int = 1,
+    say: Say = print,
+) -> None:
+    """Reads and renders all sources into a folder of arrays, which `Intake.of` understands.
 
     Args:
         sources: as `read` takes them.
         renderer: with tokenizer and template.
+        folder: an empty folder.
         window: tokens that a text file is cut into.
         columns: as `--columns` has it.
         skip_bad_rows: count the rows that cannot be used, and go on.
         streaming: see `read`.
+        processes: that render and tokenise; 1 is this one.
+        say: told from time to time how far it is.
 
     Raises:
         UserError: a source or (without `skip_bad_rows`) a row is wrong.
     """
-    intake = Intake(DataReport(list(sources)))
-    names = column_names(columns or {})
-    for written in sources:
-        intake.report.counts.append(SourceCounts(written))
-        intake.documents.append([])
-        taking = _Taking(intake, renderer, parse_source(written), names, skip_bad_rows, window)
-        taking.run(streaming=streaming)
-    return intake
+    encoder = Encoder(renderer, column_names(columns or {}), skip_bad_rows)
+    writing = _Writing(ArrayWriter(folder, STORED), DataReport(list(sources)), say)
+    try:
+        with encoding(encoder, processes=processes) as encode:
+            for written in sources:
+                writing.begin(written)
+                _Taking(writing, encode, encoder, parse_source(written), window).run(streaming=streaming)
+        writing.finish()
+    finally:
+        writing.arrays.close()
+
+
+@dataclass(slots=True)
+class _Writing:
+    """What was taken in so far: tokens go to the disk, what is said about them stays."""
+
+    arrays: ArrayWriter
+    report: DataReport
+    say: Say
+    told: float = field(default_factory=time.monotonic)
+    bounds: list[int] = field(default_factory=list)
+    files: dict[tuple[str, str], int] = field(default_factory=dict)
+    prompts: list[tuple[int, list[Message]]] = field(default_factory=list)
+    largest: int = -1
+
+    def begin(self, source: str) -> None:
+        self.report.counts.append(SourceCounts(source))
+        self.bounds.append(self.report.rows_read)
+
+    def finish(self) -> None:
+        facts: dict[str, Any] = {
+            "report": self.report.state(),
+            "files": list(self.files),
+            "bounds": [*self.bounds, self.report.rows_read],
+            "prompts": self.prompts,
+            "largest": self.largest,
+        }
+        self.arrays.finish(facts)
+
+    @property
+    def wants_prompts(self) -> bool:
+        return len(self.prompts) < SAMPLE_CANDIDATES
+
+    def offer(self, document: int, prompt: list[Message]) -> None:
+        if self.wants_prompts and all(prompt != known for _, known in self.prompts):
+            self.prompts.append((document, prompt))
+
+    def skip(self, error: RowError) -> None:
+        self.report.skip(error)
+        self.report.counts[-1].skipped += 1
+
+    def keep(self, tokens: Tokens, origins: Sequence[Origin], shapes: Mapping[str, int]) -> None:
+        report, files = self.report, self.files
+        self.arrays.append(
+            ids=tokens.ids,
+            trained=tokens.trained,
+            lengths=tokens.lengths,
+            targets=tokens.targets,
+            lines=np.array([origin.line for origin in origins], np.int64),
+            places=np.array(
+                [files.setdefault((origin.file, origin.unit), len(files)) for origin in origins], np.int32
+            ),
+        )
+        self.largest = max(self.largest, int(tokens.ids.max(initial=-1)))
+        report.rows_read += len(origins)
+        report.counts[-1].read += len(origins)
+        report.longest = max(report.longest, int(tokens.lengths.max(initial=0)))
+        for shape, count in shapes.items():
+            report.shapes[shape] = report.shapes.get(shape, 0) + count
+        if time.monotonic() - self.told > TELL_EVERY:
+            self.say(f"{report.rows_read:,} rows tokenised")
+            self.told = time.monotonic()
 
 
 @dataclass(slots=True)
 class _Taking:
     """One source on its way."""
 
-    intake: Intake
-    renderer: Renderer
+    writing: _Writing
+    encode: Encoding
+    encoder: Encoder
     source: Source
-    columns: Mapping[str, str]
-    skip_bad_rows: bool
     window: int
 
     def run(self, *, streaming: bool) -> None:
-        rows = self._good(rows_of(self.source, streaming=streaming))
-        for text, run in groupby(rows, key=lambda row: row.origin.file if row.stretch else None):
-            if text is not None:
-                self._take_text(run)
+        rows = rows_of(self.source, streaming=streaming)
+        for text, run in groupby(rows, key=lambda row: row.origin.file if is_text(row.origin) else None):
+            if text is None:
+                self._take_rows(run)
             else:
-                while self._take_rows(islice(run, min(BATCH_ROWS, self._room))):
-                    pass
+                self._take_text(run)
             if self._room == 0:
                 return
 
@@ -95,72 +160,63 @@ class _Taking:
     def _room(self) -> int:
         """Rows that the source's limit leaves."""
         limit = self.source.limit
-        return sys.maxsize if limit is None else limit - self.intake.report.counts[-1].read
+        return sys.maxsize if limit is None else limit - self.writing.report.counts[-1].read
 
-    def _good(self, rows: Iterable[Row | RowError]) -> Iterator[Row]:
-        for row in rows:
-            if isinstance(row, Row):
-                yield row
-            else:
-                self._refuse(row)
+    def _take_rows(self, rows: Rows) -> None:
+        """Rows of other files, some at once; of a limit, no more than may be needed are on their way."""
+        waiting: deque[tuple[Sequence[Row | RowError], Result[Encoded]]] = deque()
+        sent = 0
+        while True:
+            batch = list(islice(rows, min(BATCH_ROWS, self._room - sent)))
+            if batch:
+                waiting.append((batch, self.encode.submit(batch, prompts=self.writing.wants_prompts)))
+                sent += len(batch)
+            if waiting and (not batch or len(waiting) > self.encode.ahead):
+                first, result = waiting.popleft()
+                sent -= len(first)
+                self._keep(first, result())
+            elif not batch:
+                return
 
-    def _refuse(self, error: RowError) -> None:
-        if not self.skip_bad_rows:
-            raise error
-        self.intake.report.skip(error)
-        self.intake.report.counts[-1].skipped += 1
+    def _keep(self, rows: Sequence[Row | RowError], found: Encoded) -> None:
+        writing = self.writing
+        for error in found.errors:
+            writing.skip(error)
+        for number, words in found.notes:
+            writing.report.note(rows[number].origin, words)
+        for document, prompt in found.prompts:
+            writing.offer(writing.report.rows_read + document, prompt)
+        writing.keep(found.tokens, [rows[number].origin for number in found.numbers], found.shapes)
 
-    def _take_rows(self, rows: Iterable[Row]) -> int:
-        """Takes some rows together, and says how many there were, bad ones included."""
-        examples: list[Example] = []
-        layouts: list[Layout] = []
-        pulled = 0
-        for row in rows:
-            pulled += 1
-            try:
-                example = to_example(row, self.columns)
-                layouts.append(self.renderer.layout(example))
-                examples.append(example)
-            except RowError as error:
-                self._refuse(error)
-        for example, layout, document in zip(examples, layouts, self.renderer.encode(layouts), strict=True):
-            for words in layout.notes:
-                self.intake.report.note(example.origin, words)
-            self._keep(document, _shape_name(example))
-            self._offer_prompt(example)
-        return pulled
-
-    def _take_text(self, stretches: Iterable[Row]) -> None:
+    def _take_text(self, stretches: Rows) -> None:
         """One text file as windows; no more of it is read than the limit takes."""
-        windows = TextWindows(self.renderer, self.window)
-        for document in islice(windows.cut(stretches), self._room):
-            self._keep(document, WINDOWS)
+        windows = TextWindows(self.encoder.renderer, self.window)
+        documents = windows.cut_tokens(self._tokenised(stretches))
+        while some := list(islice(documents, min(BATCH_WINDOWS, self._room))):
+            self.writing.keep(_joined(some), [document.origin for document in some], {WINDOWS: len(some)})
 
-    def _keep(self, document: Document, shape: str) -> None:
-        report = self.intake.report
-        report.rows_read += 1
-        report.counts[-1].read += 1
-        report.longest = max(report.longest, len(document))
-        report.shapes[shape] = report.shapes.get(shape, 0) + 1
-        self.intake.documents[-1].append(document)
+    def _tokenised(self, rows: Rows) -> Iterator[tuple[Row, NDArray[np.int64]]]:
+        """Stretches with their tokens; what is read ahead counts when its turn comes."""
+        for row, result in self._read_ahead(rows):
+            if isinstance(row, Row):
+                yield row, result()
+            elif self.encoder.skip_bad_rows:
+                self.writing.skip(row)
+            else:
+                raise row
 
-    def _offer_prompt(self, example: Example) -> None:
-        prompts = self.intake.prompts
-        if not isinstance(example, Conversation) or example.tools or len(prompts) >= SAMPLE_CANDIDATES:
-            return
-        prompt = _prompt(self.renderer.with_system(example))
-        if prompt and all(prompt != known for _, known in prompts):
-            prompts.append((example.origin, prompt))
-
-
-def _shape_name(example: Example) -> str:
-    if isinstance(example, Conversation):
-        return "conversations by the chat template"
-    return "prompts with completion as plain text" if isinstance(example, Completion) else "plain texts"
+    def _read_ahead(self, rows: Rows) -> Iterator[tuple[Row | RowError, Result[NDArray[np.int64]]]]:
+        waiting: deque[tuple[Row | RowError, Result[NDArray[np.int64]]]] = deque()
+        for row in rows:
+            waiting.append((row, self.encode.submit_text(row)))
+            if len(waiting) > self.encode.ahead:
+                yield waiting.popleft()
+        yield from waiting
 
 
-def _prompt(conversation: Conversation) -> list[Message]:
-    """What stands before the first answer; empty when there is no question."""
-    roles = [message["role"] for message in conversation.messages]
-    before = conversation.messages[: roles.index("assistant")] if "assistant" in roles else []
-    return before if any(message["role"] == "user" for message in before) else []
+def _joined(documents: Sequence[Document]) -> Tokens:
+    return Tokens(
+        np.concatenate([document.ids for document in documents]),
+        np.concatenate([document.trained for document in documents]),
+        np.array([len(document) for document in documents], np.int64),
+    )

@@ -4,14 +4,52 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class Windows(Sequence[list[int]]):
+    """For each window the indices of its documents, held in flat arrays (which may lie on a disk).
+
+    Args:
+        members: the documents of all windows, one window behind the other, int64 [documents].
+        bounds: where each window begins in `members`, and the end of the last, int64 [windows + 1].
+    """
+
+    __slots__ = ("bounds", "members")
+
+    def __init__(self, members: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
+        self.members = members
+        self.bounds = bounds
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        found: list[int] = self.members[self.bounds[place] : self.bounds[place + 1]].tolist()
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Windows({len(self):,} windows, {len(self.members):,} documents)"
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Packs documents into windows, the longest first, each into the first window with room for it.
-
-    Exact first-fit decreasing. A segment tree over the room that is left (0..capacity) knows the lowest
-    window at or above any room, so a document costs O(log capacity), and a heap step among windows
-    with equal room.
 
     Args:
         lengths: tokens of each document, each from 1 to `capacity`.
@@ -20,58 +58,64 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Returns:
         For each window, the indices of its documents; every index appears exactly once.
     """
-    assert all(0 < length <= capacity for length in lengths), "documents are cut to a window before packing"
-    windows: list[list[int]] = []
-    rooms = _FirstWithRoom(capacity)
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        length = lengths[index]
-        found = rooms.take(length)
-        if found is None:
-            window, room = len(windows), capacity
-            windows.append([])
-        else:
-            window, room = found
-        windows[window].append(index)
-        rooms.put(window, room - length)
-    return windows
+    return list(pack_windows(lengths, capacity))
 
 
-class _FirstWithRoom:
-    """Windows by the room that is left in them; the lowest window with enough room comes first."""
+def pack_windows(lengths: ArrayLike, capacity: int) -> Windows:
+    """As `pack`, in flat arrays.
+
+    Exact first-fit decreasing in O(documents x log documents + capacity). Documents of one length are placed
+    together: the lowest window with room for one takes as many as fit, then the next. Windows wait in a heap
+    while they have room for the current length, else by their room until lengths have come down to it.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= capacity, "documents are cut to a window first"
+    order = np.argsort(-sizes, kind="stable")
+    changes = np.flatnonzero(np.diff(sizes[order], prepend=0)).tolist()
+    placing = _Placing(capacity)
+    for start, stop in pairwise([*changes, len(sizes)]):
+        placing.place(int(sizes[order[start]]), stop - start)
+    window_of = np.repeat(np.array(placing.windows, np.int64), np.array(placing.counts, np.int64))
+    members = order[np.argsort(window_of, kind="stable")]
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(window_of, minlength=placing.opened))])
+    return Windows(members.astype(np.int64), bounds.astype(np.int64))
+
+
+def one_each(documents: int) -> Windows:
+    """A window for each document."""
+    return Windows(np.arange(documents), np.arange(documents + 1))
+
+
+class _Placing:
+    """Where documents went, in the order of their placing: `counts[i]` more of them into `windows[i]`."""
 
     def __init__(self, capacity: int) -> None:
-        self._leaves = 1 << capacity.bit_length()  # more than capacity, so that room 0..capacity fits
-        self._lowest: list[int | float] = [float("inf")] * (2 * self._leaves)
-        self._windows: list[list[int]] = [[] for _ in range(capacity + 1)]
+        self.windows: list[int] = []
+        self.counts: list[int] = []
+        self.opened = 0
+        self._capacity = capacity
+        self._length = capacity + 1
+        self._fitting: list[tuple[int, int]] = []  # heap of (window, room), room for the current length
+        self._waiting: dict[int, list[int]] = {}  # by a smaller room
 
-    def put(self, window: int, room: int) -> None:
-        heapq.heappush(self._windows[room], window)
-        self._refresh(room)
-
-    def take(self, length: int) -> tuple[int, int] | None:
-        """Removes and returns (window, room) of the lowest window with room >= length."""
-        node = self._best_from(length)
-        if self._lowest[node] == float("inf"):
-            return None
-        while node < self._leaves:
-            node = 2 * node + (self._lowest[2 * node] > self._lowest[2 * node + 1])
-        room = node - self._leaves
-        window = heapq.heappop(self._windows[room])
-        self._refresh(room)
-        return window, room
-
-    def _best_from(self, room: int) -> int:
-        """The node with the lowest window among those that cover all leaves from `room` on."""
-        node = best = self._leaves + room
-        while node > 1:
-            if node % 2 == 0 and self._lowest[node + 1] < self._lowest[best]:
-                best = node + 1
-            node //= 2
-        return best
-
-    def _refresh(self, room: int) -> None:
-        node = self._leaves + room
-        self._lowest[node] = self._windows[room][0] if self._windows[room] else float("inf")
-        while node > 1:
-            node //= 2
-            self._lowest[node] = min(self._lowest[2 * node], self._lowest[2 * node + 1])
+    def place(self, length: int, count: int) -> None:
+        """Places `count` documents of one length, which is less than that of the call before."""
+        for room in range(length, self._length):
+            for window in self._waiting.pop(room, ()):
+                heapq.heappush(self._fitting, (window, room))
+        self._length = length
+        while count:
+            if self._fitting:
+                window, room = heapq.heappop(self._fitting)
+            else:
+                window, room = self.opened, self._capacity
+                self.opened += 1
+            taken = min(room // length, count)
+            self.windows.append(window)
+            self.counts.append(taken)
+            count -= taken
+            room -= taken * length
+            if room >= length:
+                heapq.heappush(self._fitting, (window, room))
+            elif room:
+                self._waiting.setdefault(room, []).append(window)

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from swiftkit.data.arrays import Arrays, write_arrays
+from swiftkit.data.cache import DataCache, Entry, Sources, key_of, look_at, told
+from swiftkit.data.choose import BySource, TruncationStrategy, fitted, mix, split
 from swiftkit.data.conversation import Message, TrainOn
 from swiftkit.data.document import Document
-from swiftkit.data.intake import Intake, take_in
-from swiftkit.data.mix import StoppingStrategy, mixed
-from swiftkit.data.pack import pack
+from swiftkit.data.documents import Documents, Stored
+from swiftkit.data.intake import take_in
+from swiftkit.data.mix import StoppingStrategy
+from swiftkit.data.pack import Windows, one_each, pack_windows
+from swiftkit.data.read import has_text
 from swiftkit.data.render import Renderer
 from swiftkit.data.report import DataReport, nothing_left
 from swiftkit.data.template import ThinkingHistory
+from swiftkit.data.workers import processes_for
 from swiftkit.errors import UserError
+from swiftkit.hub.files import Say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AUTO_MAX_LENGTH = 4096
 SAMPLE_PROMPTS = 3
-
-TruncationStrategy: TypeAlias = Literal["drop", "left", "right"]
-BySource: TypeAlias = list[list[Document]]
+NOT_KEPT = "none: what is streamed, or has no fingerprint, cannot be told before it is read"
+PARTS = ("training", "evaluation")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A data set ready for training.
+    """A data set ready for training; its tokens lie on a disk, mapped into memory.
 
     Attributes:
         documents: the kept rows, in the order of the sources.
@@ -41,46 +49,34 @@ class Prepared:
         fingerprint: sha256 over the ids and trained masks of all documents.
         prompts: the conversations before the first answer of the first three distinct rows.
         evaluation: the rows that a split held out.
+        largest_id: no token of the sources has a larger id; -1 where there is none.
     """
 
-    documents: list[Document]
-    windows: list[list[int]]
+    documents: Documents
+    windows: Windows
     max_length: int
     report: DataReport
     fingerprint: str
     prompts: list[list[Message]]
+    largest_id: int
     evaluation: Prepared | None = None
 
     def window(self, index: int) -> list[Document]:
         """The documents of one window."""
         return [self.documents[document] for document in self.windows[index]]
 
+    @property
+    def window_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each window, [windows]."""
+        ends = np.cumsum(self.documents.lengths[self.windows.members])[self.windows.bounds[1:] - 1]
+        return np.diff(ends, prepend=0)
 
-def prepare(
-    sources: Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | Literal["auto"],
-    packing: bool,
-    truncation_strategy: TruncationStrategy,
-    system: str | None,
-    chat_template: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    train_on: TrainOn = "assistant",
-    thinking_history: ThinkingHistory = "template",
-    skip_bad_rows: bool = False,
-    max_dropped: float = 1.0,
-    interleave_prob: Sequence[float] = (),
-    stopping_strategy: StoppingStrategy = "first_exhausted",
-    streaming: bool = False,
-    split_ratio: float = 0.0,
-    seed: int = 42,
-) -> Prepared:
-    """Reads, renders, cuts, mixes and packs.
 
-    Args:
-        sources: what `read` takes, each with an optional `#N`.
-        tokenizer: a fast transformers tokenizer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How rows become windows: every knob that changes them.
+
+    Attributes:
         max_length: tokens of a window; auto is the longest row, at most 4,096.
         packing: documents share windows; else each has one.
         truncation_strategy: what happens to a row longer than a window.
@@ -96,49 +92,174 @@ def prepare(
         streaming: a hub's rows are fetched as they are read.
         split_ratio: share of the rows held out for evaluation.
         seed: of the split and the mix.
+    """
+
+    max_length: int | Literal["auto"]
+    packing: bool
+    truncation_strategy: TruncationStrategy
+    system: str | None
+    chat_template: str | None = None
+    columns: Mapping[str, str] | None = None
+    train_on: TrainOn = "assistant"
+    thinking_history: ThinkingHistory = "template"
+    skip_bad_rows: bool = False
+    max_dropped: float = 1.0
+    interleave_prob: Sequence[float] = ()
+    stopping_strategy: StoppingStrategy = "first_exhausted"
+    streaming: bool = False
+    split_ratio: float = 0.0
+    seed: int = 42
+
+    @property
+    def text_window(self) -> int:
+        """Tokens that a text file is cut into."""
+        return AUTO_MAX_LENGTH if self.max_length == "auto" else self.max_length
+
+
+def prepare(
+    sources: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    num_proc: int | Literal["auto"] = 1,
+    cache: Path | None = None,
+    say: Say = print,
+    **settings: Any,
+) -> Prepared:
+    """Reads, renders, cuts, mixes and packs.
+
+    Args:
+        sources: what `read` takes, each with an optional `#N`.
+        tokenizer: a fast transformers tokenizer.
+        num_proc: processes that render and tokenise; auto is one for little data, else one a core.
+        cache: folder for what is made, in which the same data are found again; None keeps nothing.
+        say: told how far it is, and when another process prepares the same data.
+        settings: those of `Settings`.
 
     Raises:
         UserError: a source or a row is wrong, too many rows are dropped, or no row with a trained token is
             left.
     """
+    knobs = Settings(**settings)
     renderer = Renderer(
         tokenizer,
-        chat_template=chat_template,
-        system=system,
-        train_on=train_on,
-        thinking_history=thinking_history,
+        chat_template=knobs.chat_template,
+        system=knobs.system,
+        train_on=knobs.train_on,
+        thinking_history=knobs.thinking_history,
     )
-    intake = take_in(
-        sources,
-        renderer,
-        window=AUTO_MAX_LENGTH if max_length == "auto" else max_length,
-        columns=columns,
-        skip_bad_rows=skip_bad_rows,
-        streaming=streaming,
-    )
-    report = intake.report
-    report.settings = {"train_on": train_on, "thinking_history": thinking_history}
-    report.max_length = min(max(report.longest, 2), AUTO_MAX_LENGTH) if max_length == "auto" else max_length
-    documents = _fitted(intake, truncation_strategy, bos_id=tokenizer.bos_token_id)
-    _check_enough_left(documents, report, max_dropped)
-    kept = {document.origin for rows in documents for document in rows}
-    documents, held_out = _split(documents, report, split_ratio, seed)
-    if interleave_prob:
-        documents = _mixed(documents, report, interleave_prob, stopping_strategy, seed)
-    for rows, counts in zip(documents, report.counts, strict=True):
-        counts.kept = len(rows) - counts.repeated
-    report.rows_kept = sum(counts.kept for counts in report.counts)
-    return _packed(
-        [document for rows in documents for document in rows],
-        report,
-        packing=packing,
-        prompts=[prompt for origin, prompt in intake.prompts if origin in kept][:SAMPLE_PROMPTS],
-        evaluation=_evaluation(held_out, report, packing=packing) if held_out else None,
-    )
+    making = _Making(sources, knobs, renderer, num_proc, say)
+    seen = look_at(sources, streaming=knobs.streaming) if cache else None
+    keeping = DataCache(cache if seen else None, say)
+    names = making.names(seen) if seen else ("", "")
+    whole = keeping.obtain(names[0], partial(making.whole, seen))
+    chosen = keeping.obtain(names[1], partial(making.chosen, whole))
+    prepared = _opened(whole, chosen)
+    if cache:
+        prepared.report.cache = told([whole, chosen], cache) if seen else NOT_KEPT
+    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """The two steps: whole documents from sources, and of these the ones that a run takes, in windows."""
+
+    sources: Sequence[str]
+    knobs: Settings
+    renderer: Renderer
+    num_proc: int | Literal["auto"]
+    say: Say
+
+    def names(self, seen: Sources) -> tuple[str, str]:
+        """A name for the result of each step, by all that it depends on."""
+        knobs = self.knobs
+        whole = key_of(
+            [
+                seen.contents,
+                self.renderer.identity(),
+                knobs.text_window if has_text(self.sources) else None,
+                sorted((knobs.columns or {}).items()),
+                knobs.skip_bad_rows,
+            ]
+        )
+        return f"tokens-{whole}", f"windows-{key_of([whole, asdict(knobs)])}"
+
+    def whole(self, seen: Sources | None, folder: Path) -> None:
+        """Writes whole documents."""
+        knobs = self.knobs
+        take_in(
+            self.sources,
+            self.renderer,
+            folder,
+            window=knobs.text_window,
+            columns=knobs.columns,
+            skip_bad_rows=knobs.skip_bad_rows,
+            streaming=knobs.streaming,
+            processes=processes_for(self.sources) if self.num_proc == "auto" else self.num_proc,
+            say=self.say,
+        )
+        if seen:
+            seen.check_unchanged()
+
+    def chosen(self, whole: Entry, folder: Path) -> None:
+        """Writes which documents are taken, how they are cut, and their windows."""
+        knobs, stored = self.knobs, _stored(whole)
+        report = DataReport.of(whole.facts["report"])
+        report.settings = {"train_on": knobs.train_on, "thinking_history": knobs.thinking_history}
+        report.max_length = knobs.max_length if knobs.max_length != "auto" else _longest(report)
+        documents = fitted(stored, report, knobs.truncation_strategy, bos_id=self.renderer.bos_id)
+        _check_enough_left(documents, report, knobs.max_dropped)
+        prompts = [
+            prompt for row, prompt in whole.facts["prompts"] if any(row in own.rows for own in documents)
+        ]
+        documents, held_out = split(documents, report, knobs.split_ratio, knobs.seed)
+        if knobs.interleave_prob:
+            documents = mix(documents, report, knobs.interleave_prob, knobs.stopping_strategy, knobs.seed)
+        for rows, counts in zip(documents, report.counts, strict=True):
+            counts.kept = len(rows) - counts.repeated
+        report.rows_kept = sum(counts.kept for counts in report.counts)
+        parts = [_Part(Documents.joined(documents), report)]
+        if held_out:
+            parts.append(_Part(Documents.joined(held_out), _report_of_evaluation(held_out, report)))
+        arrays: Arrays = {}
+        facts: dict[str, Any] = {"prompts": prompts[:SAMPLE_PROMPTS]}
+        for name, part in zip(PARTS, parts, strict=False):
+            part.pack(packing=knobs.packing)
+            arrays |= {f"{name}-{key}": array for key, array in part.arrays().items()}
+            facts[name] = part.facts()
+        write_arrays(folder, arrays, facts)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows to train on, or those to evaluate on."""
+
+    documents: Documents
+    report: DataReport
+    windows: Windows = field(default_factory=lambda: one_each(0))
+
+    def pack(self, *, packing: bool) -> None:
+        """Makes windows, and counts what is in them."""
+        lengths, report = self.documents.lengths, self.report
+        self.windows = pack_windows(lengths, report.max_length) if packing else one_each(len(lengths))
+        report.tokens = int(lengths.sum())
+        report.trained_tokens = int(self.documents.targets.sum())
+        report.windows = len(self.windows)
+
+    def arrays(self) -> Arrays:
+        """What the windows hold."""
+        return {**self.documents.arrays(), "members": self.windows.members, "bounds": self.windows.bounds}
+
+    def facts(self) -> dict[str, Any]:
+        """What is said about it."""
+        return {"report": self.report.state(), "fingerprint": self.documents.fingerprint()}
+
+
+def _longest(report: DataReport) -> int:
+    return min(max(report.longest, 2), AUTO_MAX_LENGTH)
 
 
 def _check_enough_left(documents: BySource, report: DataReport, max_dropped: float) -> None:
-    if not any(documents):
+    if not any(map(len, documents)):
         raise UserError(nothing_left(report))
     if report.share_lost > max_dropped:
         raise UserError(
@@ -147,123 +268,42 @@ def _check_enough_left(documents: BySource, report: DataReport, max_dropped: flo
         )
 
 
-def _evaluation(held_out: list[Document], whole: DataReport, *, packing: bool) -> Prepared:
-    """The rows that a split held out, with a report of their own."""
+def _report_of_evaluation(held_out: BySource, whole: DataReport) -> DataReport:
+    """A report of their own for the rows that a split held out."""
     report = DataReport(list(whole.sources), settings=whole.settings, max_length=whole.max_length)
-    report.rows_read = report.rows_kept = len(held_out)
-    report.longest = max(map(len, held_out))
-    return _packed(held_out, report, packing=packing, prompts=[])
+    report.rows_read = report.rows_kept = sum(map(len, held_out))
+    report.longest = max(int(rows.lengths.max(initial=0)) for rows in held_out)
+    return report
 
 
-def _fitted(intake: Intake, strategy: TruncationStrategy, *, bos_id: int | None) -> BySource:
-    """The documents that fit a window, cut or whole; the report counts the others."""
-    report = intake.report
-    fitted: BySource = []
-    for documents, counts in zip(intake.documents, report.counts, strict=True):
-        fitted.append([])
-        for document in documents:
-            fit = _fit(document, report.max_length, strategy, bos_id=bos_id)
-            if isinstance(fit, Document):
-                fitted[-1].append(fit)
-            else:
-                report.drop(document.origin, fit)
-                counts.dropped += 1
-    return fitted
+def _stored(whole: Entry) -> Stored:
+    return Stored(whole.arrays, whole.facts["files"], whole.facts["bounds"])
 
 
-def _fit(
-    document: Document, max_length: int, strategy: TruncationStrategy, *, bos_id: int | None
-) -> Document | str:
-    """The document cut to a window, or the reason why it is dropped."""
-    if not document.targets:
-        return "no answer to train on"
-    if len(document) <= max_length:
-        return document
-    if strategy == "drop":
-        return f"longer than {max_length:,} tokens"
-    if strategy == "right":
-        keep = np.arange(max_length)
-    else:
-        keep = np.arange(len(document) - max_length, len(document))
-        if document.ids[0] == bos_id:
-            keep[0] = 0  # the start token stays in front
-    cut = Document(document.ids[keep], document.trained[keep], document.origin)
-    return cut if cut.targets else f"no trained token left after the cut to {max_length:,} tokens"
-
-
-def _split(
-    documents: BySource, report: DataReport, ratio: float, seed: int
-) -> tuple[BySource, list[Document]]:
-    """Training and held-out documents, each in their old order; a ratio above 0 holds out at least one."""
-    rows = sum(map(len, documents))
-    if not ratio:
-        return documents, []
-    if rows < 2:
-        raise UserError("--split_dataset_ratio needs at least two rows; give --val_dataset, or more rows")
-    count = min(max(1, round(rows * ratio)), rows - 1)
-    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(rows)
-    chosen = set(np.argsort(keys, kind="stable")[:count].tolist())
-    training: BySource = []
-    held_out: list[Document] = []
-    index = 0
-    for own, counts in zip(documents, report.counts, strict=True):
-        training.append([])
-        for document in own:
-            (held_out if index in chosen else training[-1]).append(document)
-            index += 1
-        counts.held_out = len(own) - len(training[-1])
-    report.rows_held_out = count
-    return training, held_out
-
-
-def _mixed(
-    documents: BySource,
-    report: DataReport,
-    shares: Sequence[float],
-    strategy: StoppingStrategy,
-    seed: int,
-) -> BySource:
-    """What each source gives to the mix; the report counts what is left out and what comes again."""
-    for own, counts in zip(documents, report.counts, strict=True):
-        if not own:
-            raise UserError(f"{counts.source}: no row is left to mix; take it and its --interleave_prob out")
-    chosen = mixed([len(own) for own in documents], shares, strategy=strategy, seed=seed)
-    for own, indices, counts in zip(documents, chosen, report.counts, strict=True):
-        counts.left_out = len(own) - len(set(indices))
-        counts.repeated = len(indices) - len(set(indices))
-        report.rows_left_out += counts.left_out
-        report.rows_repeated += counts.repeated
-    return [[own[index] for index in indices] for own, indices in zip(documents, chosen, strict=True)]
-
-
-def _packed(
-    documents: list[Document],
-    report: DataReport,
-    *,
-    packing: bool,
-    prompts: list[list[Message]],
-    evaluation: Prepared | None = None,
-) -> Prepared:
-    lengths = [len(document) for document in documents]
-    windows = pack(lengths, report.max_length) if packing else [[index] for index in range(len(documents))]
-    report.tokens = sum(lengths)
-    report.trained_tokens = sum(document.targets for document in documents)
-    report.windows = len(windows)
-    return Prepared(
-        documents=documents,
-        windows=windows,
-        max_length=report.max_length,
-        report=report,
-        fingerprint=_fingerprint(documents),
-        prompts=prompts,
-        evaluation=evaluation,
-    )
-
-
-def _fingerprint(documents: Iterable[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(len(document).to_bytes(8, "little"))
-        digest.update(document.ids.astype("<i4").tobytes())
-        digest.update(document.trained.tobytes())
-    return digest.hexdigest()
+def _opened(whole: Entry, chosen: Entry) -> Prepared:
+    """What the two steps have written, mapped into memory."""
+    stored = _stored(whole)
+    found: Prepared | None = None
+    for name in reversed(PARTS):
+        facts = chosen.facts.get(name)
+        if facts is None:
+            continue
+        own = {
+            key.removeprefix(f"{name}-"): array
+            for key, array in chosen.arrays.items()
+            if key.startswith(f"{name}-")
+        }
+        windows = Windows(own.pop("members"), own.pop("bounds"))
+        report = DataReport.of(facts["report"])
+        found = Prepared(
+            documents=Documents(stored, **own),
+            windows=windows,
+            max_length=report.max_length,
+            report=report,
+            fingerprint=facts["fingerprint"],
+            prompts=chosen.facts["prompts"] if name == PARTS[0] else [],
+            evaluation=found,
+            largest_id=whole.facts["largest"],
+        )
+    assert found is not None
+    return found

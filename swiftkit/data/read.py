@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from swiftkit.data.document import RowError
+from swiftkit.data.document import Origin, RowError
 from swiftkit.data.lines import Row, Rows
 from swiftkit.data.read_hub import hub_rows
 from swiftkit.data.read_json import json_file, json_lines
@@ -79,15 +79,25 @@ def rows_of(source: Source, *, streaming: bool = False) -> Rows:
     Raises:
         UserError: the source does not exist or is of another kind.
     """
+    files = files_of_source(source)
+    return hub_rows(source.name, streaming=streaming) if files is None else _rows(files)
+
+
+def files_of_source(source: Source) -> list[tuple[Path, str]] | None:
+    """The files that a source stands for, each with the name that errors call it; None for a hub's data set.
+
+    Raises:
+        UserError: the source does not exist or is of another kind.
+    """
     name = source.name
     hub, mark, _ = name.partition("::")
     if mark and hub in HUBS:
-        return hub_rows(name, streaming=streaming)
+        return None
     if name.startswith(SHIPPED_PREFIX):
-        return _rows([(shipped(name), name)])
+        return [(shipped(name), name)]
     if mark and not Path(name).exists():
         raise UserError(f"{name}: {hub}:: is not read; give a file, hf::ID, ms::ID or {SHIPPED_PREFIX}NAME")
-    return _rows(files_of(name))
+    return files_of(name)
 
 
 def files_of(name: str) -> list[tuple[Path, str]]:
@@ -120,6 +130,17 @@ def files_of(name: str) -> list[tuple[Path, str]]:
             f"give a {_kinds()} file"
         )
     return [(path, name)]
+
+
+def has_text(sources: Sequence[str]) -> bool:
+    """Whether a text file is among the files of sources."""
+    files = [files_of_source(parse_source(written)) or [] for written in sources]
+    return any(path.suffix.lower() == ".txt" for own in files for path, _ in own)
+
+
+def is_text(origin: Origin) -> bool:
+    """Whether a row is a stretch of a text file."""
+    return origin.unit == "line" and origin.file[-4:].lower() == ".txt"
 
 
 def shipped(name: str) -> Path:

@@ -22,13 +22,28 @@ def hub_rows(name: str, *, streaming: bool) -> Rows:
     Raises:
         UserError: the library for it is not installed, the data set is not there, or its rows end early.
     """
+    return _rows(_loaded(name, streaming), name)
+
+
+def hub_fingerprint(name: str) -> str | None:
+    """What tells this state of a hub's data set from every other, by `datasets`; None where it does not say.
+
+    Raises:
+        UserError: see `hub_rows`.
+    """
+    found = _loaded(name, streaming=False)
+    fingerprint = getattr(found, "_fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else None
+
+
+def _loaded(name: str, streaming: bool) -> Iterable[dict[str, Any]]:
     hub, _, rest = name.partition("::")
     identity, *more = rest.split(":")
     if not identity or len(more) > 2:
         raise UserError(f"{name}: behind {hub}:: stand an id, and perhaps :config and :split")
     config, split = (*more, "", "")[:2]
     load = _from_hugging_face if hub == "hf" else _from_modelscope
-    return _rows(load(name, identity, config or None, split or SPLIT, streaming), name)
+    return load(name, identity, config or None, split or SPLIT, streaming)
 
 
 def _from_hugging_face(

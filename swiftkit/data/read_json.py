@@ -17,6 +17,14 @@ SPACE = " \t\r\n"
 _GAP = re.compile(r"[ \t\r\n]*")
 
 
+def no_constant(word: str) -> NoReturn:
+    """Refuses NaN and Infinity, which Python's reader would let through."""
+    raise ValueError(f"{word} is no JSON value; use null or leave the key out")
+
+
+_DECODER = json.JSONDecoder(parse_constant=no_constant)
+
+
 def json_lines(path: Path, name: str) -> Rows:
     """Yields the object of each line; blank lines are passed over."""
     return _rows_of(text_lines(path, name))
@@ -41,7 +49,7 @@ def json_file(path: Path, name: str) -> Rows:
 
 def _parsed(text: str, origin: Origin) -> Any:
     try:
-        return json.loads(text, parse_constant=no_constant)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as failure:
         raise origin.error(_rule(text, failure)) from None
     except (ValueError, RecursionError) as failure:
@@ -77,14 +85,13 @@ def _array(lines: Iterator[tuple[Origin, str | RowError]], name: str) -> Rows:
         first = first or origin.line
         texts.append(text)
     whole = "".join(texts)
-    decoder = json.JSONDecoder(parse_constant=no_constant)
     line, counted = first, 0
     at = _after_gap(whole, whole.index("[") + 1)
     while not whole.startswith("]", at):
         line, counted = line + whole.count("\n", counted, at), at
         origin = Origin(name, line)
         try:
-            value, at = decoder.raw_decode(whole, at)
+            value, at = _DECODER.raw_decode(whole, at)
         except (ValueError, RecursionError) as failure:
             rule = failure.msg if isinstance(failure, json.JSONDecodeError) else str(failure)
             raise UserError(f"{origin}: not valid JSON in this object of the array: {rule}") from None
@@ -119,11 +126,6 @@ def _rule(text: str, failure: json.JSONDecodeError) -> str:
         mend = "write one object a line" if text == "{" else "write one object a line, or call the file .json"
         return f"the JSON goes on over several lines; {mend}"
     return f"not valid JSON at character {failure.pos + 1}: {failure.msg}"
-
-
-def no_constant(word: str) -> NoReturn:
-    """Refuses NaN and Infinity, which Python's reader would let through."""
-    raise ValueError(f"{word} is no JSON value; use null or leave the key out")
 
 
 def _kind(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from swiftkit.data.document import Origin, RowError
 
@@ -76,6 +76,7 @@ class DataReport:
         longest: tokens of the longest row read, before any cut.
         windows: number of windows.
         max_length: tokens of a window.
+        cache: how this start came to the data, for the terminal; no part of what the data are.
     """
 
     sources: list[str]
@@ -95,6 +96,20 @@ class DataReport:
     longest: int = 0
     windows: int = 0
     max_length: int = 0
+    cache: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """The report whose `state` this is."""
+        tallies = {
+            name: {reason: Tally(**tally) for reason, tally in state[name].items()}
+            for name in ("dropped", "skipped", "notes")
+        }
+        return cls(**{**state, **tallies, "counts": [SourceCounts(**counts) for counts in state["counts"]]})
+
+    def state(self) -> dict[str, Any]:
+        """All that the report knows about the data, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if name != "cache"}
 
     def drop(self, origin: Origin, reason: str) -> None:
         """Counts a row that is not kept."""
@@ -182,6 +197,7 @@ class DataReport:
             *_tallied("note", self.notes),
             f"tokens    {self.tokens:,}, of which {self.trained_tokens:,} are trained ({share:.0%}){labels}",
             f"windows   {self.windows:,} of {self.max_length:,} tokens, {self.packing_efficiency:.0%} full",
+            *([f"cache     {self.cache}"] if self.cache else []),
         ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from swiftkit.data.content import check_answer, check_characters, listed, shortly, text_of
-from swiftkit.data.conversation import Conversation, Message, conversation
+from swiftkit.data.conversation import Conversation, Message, completed, conversation
 from swiftkit.data.document import Origin
 from swiftkit.data.lines import Row
 from swiftkit.errors import UserError
@@ -73,21 +74,37 @@ def column_names(written: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shape_of(row: Row, named: Set[str]) -> Convert:
-    filled = {key for key, value in row.value.items() if value is not None}
+    filled = frozenset([key for key, value in row.value.items() if value is not None])
+    convert = _shape_of_keys(filled, frozenset(named))
+    if convert is None:
+        raise row.origin.error(_no_shape(row, filled, named))
+    return convert
+
+
+@lru_cache(maxsize=1024)  # rows of a data set have few kinds of keys
+def _shape_of_keys(filled: frozenset[str], named: frozenset[str]) -> Convert | None:
+    """The shape of rows that have values for these keys; None where they are refused."""
+    if any(filled.issuperset(needed) for needed in PREFERENCES):
+        return None
+    return next((SHAPES[needed] for needed in _in_order(named) if filled.issuperset(needed)), None)
+
+
+def _in_order(named: Set[str]) -> list[tuple[str, ...]]:
+    """Shapes with a column that was named, then the others, each in the table's order."""
+    return sorted(SHAPES, key=lambda needed: named.isdisjoint(needed))
+
+
+def _no_shape(row: Row, filled: Set[str], named: Set[str]) -> str:
     for needed in PREFERENCES:
-        if filled.issuperset(needed):
-            raise row.origin.error(_not_for_sft(needed, row.value))
-    first = sorted(SHAPES, key=lambda needed: named.isdisjoint(needed))  # stable: else in the table's order
-    for needed in first:
-        if filled.issuperset(needed):
-            return SHAPES[needed]
-    for needed in first:
+        if filled >= set(needed):
+            return _not_for_sft(needed, row.value)
+    for needed in _in_order(named):
         if row.value.keys() >= set(needed):
             null = next(key for key in needed if key not in filled)
-            raise row.origin.error(f"{null!r} is null or empty; it needs a value")
+            return f"{null!r} is null or empty; it needs a value"
     keys = ", ".join(map(repr, row.value)) or "none"
     known = "; ".join(" + ".join(needed) for needed in SHAPES)
-    raise row.origin.error(
+    return (
         f"no known row shape with the keys {keys}; known are: {known}; "
         """--columns '{"question": "MINE"}' tells which column is which"""
     )
@@ -141,16 +158,16 @@ def _asked(question: str, answer: str, *, extra: str | None = None) -> Convert:
             words = "\n".join(part for part in (words, text_of(value[extra], extra, origin)) if part)
         answered = text_of(value[answer], answer, origin)
         check_answer(answered, answer, origin)
-        turns = _history(value.get("history"), origin)
-        turns += [{"role": "user", "content": words}, {"role": "assistant", "content": answered}]
+        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": answered}]
+        if value.get("history") is None:
+            return completed(Conversation(messages=turns, origin=origin), value, columnar=row.columnar)
+        turns = _history(value["history"], origin) + turns
         return conversation(value, turns, origin, columnar=row.columnar)
 
     return convert
 
 
 def _history(history: Any, origin: Origin) -> list[Message]:
-    if history is None:
-        return []
     pairs = listed(history, "'history'", origin)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise origin.error("'history' is a list of [question, answer] pairs")

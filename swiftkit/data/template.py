@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from swiftkit.data.content import check_characters
 from swiftkit.data.conversation import SYSTEM_ROLES, Conversation, Message, TrainOn
 from swiftkit.data.document import Origin
+from swiftkit.data.layout import Layout
 from swiftkit.data.marks import THINK, THOUGHTS, UNTHINK, Found, Marks, has_thought
+from swiftkit.data.outline import Outlines, short_render
 from swiftkit.data.probe import (
     FAILURES,
     CallForm,
@@ -45,27 +47,6 @@ NO_TOOLS = "tool descriptions that the chat template does not show"
 FORGOTTEN = "thoughts of older answers that the chat template leaves out"
 
 ThinkingHistory: TypeAlias = Literal["template", "keep"]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Text with what is trained in it, before it becomes tokens.
-
-    Attributes:
-        text: what is tokenised, once and as a whole.
-        spans: character ranges [start, stop) that are trained.
-        origin: the row's file and line.
-        starts: the tokenizer puts its own start token in front.
-        stops: the end-of-sequence token follows the text, trained.
-        notes: what was done with the row that its writer may not expect.
-    """
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    origin: Origin
-    starts: bool = False
-    stops: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def resolve_chat_template(name: str | None) -> str | None:
@@ -110,6 +91,7 @@ class ChatTemplate:
         except FAILURES as failure:
             raise UserError(f"the chat template fails on one question and its answer: {failure}") from None
         self._turn_end = _turn_end(tokenizer, self._headers)
+        self._outlines = Outlines(short_render(tokenizer, source), has_header=bool(self._headers.turn))
 
     def render(
         self,
@@ -175,10 +157,22 @@ class ChatTemplate:
             RowError: the template refuses the row, leaves words out, or its answers cannot be told.
         """
         conversation, notes = self.fitted(conversation)
+        long_way = partial(self._marked_layout, train_on=train_on, thinking_history=thinking_history)
+        short = self._outlines.layout(conversation, notes, train_on=train_on, long_way=long_way)
+        return short or long_way(conversation, notes)
+
+    def _marked_layout(
+        self,
+        conversation: Conversation,
+        notes: Sequence[str] = (),
+        *,
+        train_on: TrainOn,
+        thinking_history: ThinkingHistory,
+    ) -> Layout:
+        """The same by marks around the words of messages, whatever they hold."""
+        trained, found = conversation.trained(train_on), conversation.told_apart(train_on)
         origin = conversation.origin
-        trained = conversation.trained(train_on)
-        answers = {i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"}
-        found = sorted(answers | set(trained) | (conversation.context if train_on == "all" else set()))
+        notes = list(notes)
         messages = conversation.messages
         if any(message.get("tool_calls") for message in messages) and self._calls is None:
             raise origin.error(

@@ -46,5 +46,6 @@ def warning(words: list[str]) -> str:
     return (
         f"the chat template writes {', '.join(words)}, and this base model never learnt "
         f"{'them' if len(words) > 1 else 'it'} (their embeddings are as at initialisation); adapters do not "
-        "train embeddings: take the instruct model, or a --chat_template with words the model knows"
+        "train embeddings: take the instruct model, a --chat_template with words the model knows, or train "
+        "them too (--modules_to_save embed_tokens lm_head)"
     )

@@ -13,6 +13,15 @@ from swiftkit.data.lines import Row
 from swiftkit.data.render import Renderer
 
 
+def tokens_of(row: Row, renderer: Renderer) -> NDArray[np.int64]:
+    """The ids of a stretch of text, and the line of each, [2, tokens]."""
+    text = row.value["text"]
+    check_characters(text, row.origin)
+    ((ids, offsets),) = renderer.tokens([text])
+    breaks = np.flatnonzero(np.frombuffer(text.encode("utf-32-le"), np.uint32) == ord("\n"))
+    return np.stack([ids, row.origin.line + np.searchsorted(breaks, offsets[:, 0])])
+
+
 class TextWindows:
     """Cuts one text into documents that fill a window.
 
@@ -31,12 +40,14 @@ class TextWindows:
 
     def cut(self, stretches: Iterable[Row]) -> Iterator[Document]:
         """Yields the windows of the text that the stretches make up, reading no further than each needs."""
+        return self.cut_tokens((row, tokens_of(row, self._renderer)) for row in stretches)
+
+    def cut_tokens(self, stretches: Iterable[tuple[Row, NDArray[np.int64]]]) -> Iterator[Document]:
+        """The same of stretches with their tokens (see `tokens_of`)."""
         waiting = np.zeros((2, 0), np.int64)  # ids, and the line of each
         file = ""
-        for row in stretches:
-            check_characters(row.value["text"], row.origin)
+        for row, tokens in stretches:
             file = row.origin.file
-            tokens = self._tokens(row)
             if not waiting.size and self._bos is not None and tokens[0, :1] == self._bos:
                 tokens = tokens[:, 1:]  # the text writes its start token itself
             waiting = np.concatenate([waiting, tokens], axis=1)
@@ -49,13 +60,6 @@ class TextWindows:
             waiting = np.append(waiting, [[self._renderer.eos_id], [waiting[1, -1]]], axis=1)
         for start in range(0, waiting.shape[1], self._room):
             yield self._window(waiting[:, start : start + self._room], file)
-
-    def _tokens(self, row: Row) -> NDArray[np.int64]:
-        """Ids and lines, [2, tokens]."""
-        text = row.value["text"]
-        ((ids, offsets),) = self._renderer.tokens([text])
-        breaks = np.flatnonzero(np.frombuffer(text.encode("utf-32-le"), np.uint32) == ord("\n"))
-        return np.stack([ids, row.origin.line + np.searchsorted(breaks, offsets[:, 0])])
 
     def _window(self, tokens: NDArray[np.int64], file: str) -> Document:
         ids, origin = tokens[0].astype(np.int32), Origin(file, int(tokens[1, 0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ from torch import Tensor, nn
 
 from swiftkit.engine import attention
 from swiftkit.engine.compiled import compile_layers
-from swiftkit.engine.exchange import exchange
+from swiftkit.engine.exchange import exchange, select_whole
 from swiftkit.engine.families import logit_rule
 from swiftkit.engine.fused.adopt import fuse_layers
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.linear import Linear, LoraLinear
+from swiftkit.engine.outliers import choose_carried
 from swiftkit.errors import UserError
-from swiftkit.formats.peft import LoraSpec
+from swiftkit.formats.full import FullSpec
+from swiftkit.formats.peft import FACTORS, MAGNITUDE, LoraSpec
 from swiftkit.formats.weights import Weights
+from swiftkit.support import OUTSIDE_LAYERS, check
+
+NewRows = Mapping[int, Sequence[int]]
+"""New tokens by id, with the older tokens that they were written in before."""
 
 
 def describe(folder: Path) -> Any:
@@ -56,45 +63,62 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     lora: LoraSpec | None = None,
+    full: FullSpec | None = None,
     seed: int = 42,
     base: BaseKind = "plain",
     fused: bool | None = None,
     tokens: int = 0,
+    new_rows: NewRows | None = None,
 ) -> nn.Module:
-    """A causal language model with our linears and attention; weights are frozen, adapters are not.
+    """A causal language model with our linears and attention; what is trained requires a gradient.
 
     Args:
         folder: config.json and safetensors, as on the Hugging Face hub.
-        dtype: of the frozen weights; adapters are float32.
+        dtype: of the weights; adapters are float32.
         device: where it computes.
         lora: the adapter to add, or None.
+        full: every weight is trained, or None.
         seed: of the adapter's first values.
         base: storage of the frozen weights of the blocks.
         fused: whether decoder layers are exchanged whole for fused ones; None does so on a GPU, where the
             family and the adapter allow it, and compiles the others.
         tokens: of the largest micro-batch, from which fused layers choose what they keep for the backward; 0
             leaves memory out of account.
+        new_rows: their embeddings start as the mean of these older ones; without any, of all.
 
     Raises:
-        UserError: when the files do not fit the config.
+        UserError: when the files do not fit the config, or the adapter not the base.
     """
-    model = skeleton(describe(folder))
+    spec = full if lora is None else lora
+    check(set() if spec is None else spec.features, _precision(base))
+    config = describe(folder)
+    model = skeleton(config, None if spec is None else spec.vocabulary)
+    whole = set() if lora is None else trained_whole(model, lora)
     on_gpu = device.type == "cuda"
-    has_fused = bool(fused or (fused is None and on_gpu)) and fuse_layers(
-        model, lora, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused)
-    )
+    has_fused = full is None and bool(fused or (fused is None and on_gpu))
+    if has_fused:
+        by_rank = None if lora is None else lora.scaled_by_rank()
+        has_fused = fuse_layers(
+            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused)
+        )
     exchange(model, None if has_fused else lora, base)
     _make_buffers(model, device)
-    load_weights(model, Weights(folder), dtype=dtype, device=device)
+    load_weights(
+        model, Weights(folder), dtype=dtype, device=device, rows=config.vocab_size, new_rows=new_rows or {}
+    )
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | FrozenLinear):
             module.reset_adapter(name=name, seed=seed, device=device)
+        for parameter in module.parameters(recurse=False) if full or name in whole else ():
+            parameter.requires_grad_(True)
+    if "fp8" in base:
+        choose_carried(model, vocabulary=config.vocab_size, device=device)
     if on_gpu and not has_fused and base == "plain":
         compile_layers(model)
     return model.train()
 
 
-def check_model(folder: Path, lora: LoraSpec | None) -> Any:
+def check_model(folder: Path, spec: LoraSpec | FullSpec | None) -> Any:
     """Find what is wrong with a model folder or its adapter's targets while nothing of weight is loaded.
 
     Returns:
@@ -104,22 +128,59 @@ def check_model(folder: Path, lora: LoraSpec | None) -> Any:
         UserError: as `build_model` would.
     """
     config = describe(folder)
-    model = skeleton(config)
+    model = skeleton(config, None if spec is None else spec.vocabulary)
+    lora = spec if isinstance(spec, LoraSpec) else None
+    if lora is not None:
+        trained_whole(model, lora)
     exchange(model, lora)
-    _sources(model, Weights(folder))
+    _sources(model, Weights(folder), config.vocab_size)
     return config
 
 
-def skeleton(config: Any) -> nn.Module:
-    """The model as transformers describes it, without memory: everything is on the meta device."""
+def skeleton(config: Any, vocabulary: int | None = None) -> nn.Module:
+    """The model as transformers describes it, without memory: everything is on the meta device.
+
+    Args:
+        config: of transformers.
+        vocabulary: rows of embedding and head, where they are more.
+    """
     from transformers import AutoModelForCausalLM
 
     attention.register()
+    config = copy.deepcopy(config)
+    config.vocab_size = max(config.vocab_size, vocabulary or 0)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
+            config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
         )
     return model.requires_grad_(False)
+
+
+def trained_whole(model: nn.Module, lora: LoraSpec) -> set[str]:
+    """Names of the modules of a skeleton that are trained beside the adapter.
+
+    Raises:
+        UserError: as `select_whole` does; where embedding and head are one and the adapter has them apart.
+    """
+    chosen = select_whole(model, lora)
+    ends = {name for name in chosen if name.rpartition(".")[2] in OUTSIDE_LAYERS}
+    if ends and is_tied(model) and not lora.keeps_tie:
+        raise UserError(
+            f"the adapter trained {min(ends)} apart from the other end of this model, which ties both "
+            "(ensure_weight_tying is false in its adapter_config.json); that is not served: set it to true "
+            "when the adapter is trained"
+        )
+    return chosen
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the output head is the embedding."""
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    return head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
+
+
+def _precision(base: BaseKind) -> str:
+    return base.partition("-")[0] if base != "plain" else "bf16"
 
 
 def _make_buffers(model: nn.Module, device: torch.device) -> None:
@@ -140,31 +201,71 @@ def _make_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
 
 
-def load_weights(model: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> None:
+def load_weights(
+    model: nn.Module,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    new_rows: NewRows,
+) -> None:
     """Fill every base parameter from its file, one tensor at a time; tied parameters stay one.
+
+    Args:
+        model: on the meta device.
+        weights: of the base.
+        dtype, device: of the parameters.
+        rows: of embedding and head in the files.
+        new_rows: see `build_model`.
 
     Raises:
         UserError: naming tensors that are missing or have another shape.
     """
-    for source, names in _sources(model, weights):
-        value = nn.Parameter(weights.read(source).to(device=device, dtype=dtype), requires_grad=False)
+    ends = _vocabulary_matrices(model)
+    size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    for source, names in _sources(model, weights, rows):
+        tensor = weights.read(source)
+        if ends.intersection(names):
+            tensor = _with_rows(tensor, size, new_rows)
+        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
         for name in names:
             _put(model, name, value)
 
 
-def _sources(model: nn.Module, weights: Weights) -> list[tuple[str, list[str]]]:
+def _vocabulary_matrices(model: nn.Module) -> set[str]:
+    """All names of the weights with one row a token."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    return {f"{name}.weight" for name, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _with_rows(matrix: Tensor, size: int, new_rows: NewRows) -> Tensor:
+    """A matrix [tokens, width] with `size` rows, those of new tokens as means of their pieces' rows."""
+    if not new_rows and matrix.shape[0] == size:
+        return matrix
+    grown = matrix.new_zeros(size, matrix.shape[1])
+    grown[: matrix.shape[0]] = matrix
+    for token, pieces in new_rows.items():
+        rows = matrix[list(pieces)] if pieces else matrix
+        grown[token] = rows.float().mean(0).to(matrix.dtype)
+    return grown
+
+
+def _sources(model: nn.Module, weights: Weights, rows: int) -> list[tuple[str, list[str]]]:
     """The file's name of each base parameter, and all the names that the model has for it."""
     available = weights.names()
     found: list[tuple[str, list[str]]] = []
     missing: list[str] = []
+    ends = _vocabulary_matrices(model)
     for shape, names in _base_parameters(model):
         source = next((name for name in names if name in available), None)
         if source is None:
             missing.append(names[0])
             continue
-        if weights.shape(source) != shape:
+        wanted = (rows, *shape[1:]) if ends.intersection(names) else shape
+        if weights.shape(source) != wanted:
             raise UserError(
-                f"{weights.folder}: {source} has shape {weights.shape(source)}, config.json asks for {shape}"
+                f"{weights.folder}: {source} has shape {weights.shape(source)}, config.json asks for {wanted}"
             )
         found.append((source, names))
     if missing:
@@ -179,7 +280,7 @@ def _base_parameters(model: nn.Module) -> list[tuple[tuple[int, ...], list[str]]
     found: dict[int, tuple[tuple[int, ...], list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        if leaf in ("lora_A", "lora_B"):
+        if name.endswith((*FACTORS, MAGNITUDE)):
             continue
         module = model.get_submodule(owner)
         shape = tuple(parameter.shape)
@@ -199,6 +300,6 @@ def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:
         setattr(module, leaf, value)
 
 
-def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The trained tensors by name, `...q_proj.lora_A` and `...q_proj.lora_B`."""
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The trained tensors by name: `...q_proj.lora_A`, `...q_proj.lora_B`, `model.embed_tokens.weight`."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

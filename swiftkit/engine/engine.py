@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from swiftkit.engine.batch import Batch
-from swiftkit.engine.build import adapter_parameters, build_model
+from swiftkit.engine.build import NewRows, build_model, is_tied, trained_parameters
 from swiftkit.engine.families import logit_rule
 from swiftkit.engine.fused.adopt import FusedDecoderLayer
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.head import Head
-from swiftkit.engine.linear import Linear
+from swiftkit.engine.linear import Linear, LoraLinear
 from swiftkit.errors import UserError
+from swiftkit.formats.full import FullSpec
 from swiftkit.formats.peft import LoraSpec
 
 Sums = dict[str, Tensor]
@@ -37,11 +38,13 @@ class Engine:
         self.model = model
         self.config = model.config
         weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-        self.head = Head(weight, logit_rule(model.config), fp8="fp8" in base)
+        # A copy in FP8 would not follow a head that is trained.
+        self.head = Head(weight, logit_rule(model.config), fp8="fp8" in base and not weight.requires_grad)
         self.device = self.head.weight.device
         fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())
         self.layers = "fused" if fused else "plain"  # for people
-        self.parameters = adapter_parameters(model)  # the trained tensors by name
+        self.parameters = trained_parameters(model)
+        self.tied = is_tied(model)  # whether the output head is the embedding
         self.linear_names = [
             name for name, module in model.named_modules() if isinstance(module, Linear | FrozenLinear)
         ]
@@ -54,20 +57,41 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         lora: LoraSpec | None = None,
+        full: FullSpec | None = None,
         seed: int = 42,
         base: BaseKind = "plain",
         fused: bool | None = None,
         tokens: int = 0,
+        new_rows: NewRows | None = None,
     ) -> Engine:
         """Build from a model folder; see `build_model`."""
         model = build_model(
-            folder, dtype=dtype, device=device, lora=lora, seed=seed, base=base, fused=fused, tokens=tokens
+            folder,
+            dtype=dtype,
+            device=device,
+            lora=lora,
+            full=full,
+            seed=seed,
+            base=base,
+            fused=fused,
+            tokens=tokens,
+            new_rows=new_rows,
         )
         return cls(model, base)
 
+    @property
+    def starts(self) -> dict[str, Tensor]:
+        """What PiSSA took out of the base, by the names of the factors, on the host."""
+        return {
+            f"{name}.{factor}": tensor
+            for name, module in self.model.named_modules()
+            if isinstance(module, LoraLinear) and module.start is not None
+            for factor, tensor in zip(("lora_A", "lora_B"), module.start, strict=True)
+        }
+
     @torch.no_grad()
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the adapter's values; names and shapes are those of `parameters`."""
+        """Set the values of what is trained; names and shapes are those of `parameters`."""
         if tensors.keys() != self.parameters.keys():
             odd = sorted(tensors.keys() ^ self.parameters.keys())
             raise UserError(f"the adapter does not fit this model: {odd[0]} is only in one of the two")
@@ -113,7 +137,8 @@ class Engine:
                 (sums["loss"] / denominator).backward()
                 _add(totals, sums)
         except torch.OutOfMemoryError as full:
-            raise UserError(_memory_is_full(self.device)) from full
+            whole = all(parameter.requires_grad for parameter in self.model.parameters())
+            raise UserError(_memory_is_full(self.device, whole=whole)) from full
         return totals
 
     @torch.no_grad()
@@ -130,11 +155,12 @@ class Engine:
         return totals
 
 
-def _memory_is_full(device: torch.device) -> str:
+def _memory_is_full(device: torch.device, *, whole: bool) -> str:
     free, total = torch.cuda.mem_get_info(device)
+    less = "--optim adamw_8bit or --tuner_type lora" if whole else "--base_precision fp8 or nf4"
     return (
         f"the GPU's memory is full ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use); make "
-        "--per_device_train_batch_size or --max_length smaller, or take --base_precision fp8 or nf4"
+        f"--per_device_train_batch_size or --max_length smaller, or take {less}"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from swiftkit.engine.fused.base import BaseKind, kind_of
-from swiftkit.engine.linear import Linear, LoraLinear
+from swiftkit.engine.linear import DoraLinear, Linear, LoraLinear
 from swiftkit.errors import UserError, nearest
 from swiftkit.formats.peft import LoraSpec
 
@@ -31,14 +31,15 @@ def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") 
         UserError: when a target matches nothing, or a width does not fit the storage.
     """
     linears = list(_linears(model))
+    layers: int = model.config.num_hidden_layers  # type: ignore[assignment, union-attr]
     head = _head(model)
     targets = set() if spec is None else select_targets(model, spec.target_modules)
     for name, parent, leaf, module in linears:
-        own: BaseKind = "plain" if module is head else kind_of(leaf, kind)
+        own: BaseKind = "plain" if module is head else kind_of(name, kind, layers)
         if own != "plain":
             _check_widths(name, module)
         if spec is not None and name in targets:
-            setattr(parent, leaf, LoraLinear(module, spec, own))
+            setattr(parent, leaf, (DoraLinear if spec.dora else LoraLinear)(module, spec, own))
         else:
             setattr(parent, leaf, Linear(module, own))
     return [name for name, *_ in linears if name in targets]
@@ -71,6 +72,43 @@ def select_targets(model: nn.Module, wanted: tuple[str, ...]) -> set[str]:
     return chosen
 
 
+def select_whole(model: nn.Module, spec: LoraSpec) -> set[str]:
+    """Names of the modules that `modules_to_save` means: they are trained whole.
+
+    Raises:
+        UserError: when a name matches nothing, no module with weights of its own, or an adapted one.
+    """
+    owners = {name for name, module in model.named_modules() if module._parameters}
+    adapted = select_targets(model, spec.target_modules)
+    chosen: set[str] = set()
+    for word in spec.modules_to_save:
+        hits = {n for n in owners if n == word or n.endswith("." + word)}
+        if not hits:
+            leaves = sorted({n.rpartition(".")[2] for n in owners})
+            offer = nearest(word, leaves, say="; did you mean {}?")
+            raise UserError(
+                f"--modules_to_save {word} matches no module with weights{offer} "
+                f"(there are {', '.join(leaves)})"
+            )
+        both = min(hits & adapted, default=None)
+        if both is not None:
+            raise UserError(
+                f"--modules_to_save {word}: {both} has an adapter already; leave it out of one of them "
+                "(--target_modules names what is adapted)"
+            )
+        chosen |= hits
+    return chosen
+
+
+def fused_experts(model: nn.Module) -> list[str]:
+    """Names of modules whose weights are experts in one tensor [experts, ...]: adapters do not reach them."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    ]
+
+
 def _check_widths(name: str, module: nn.Linear) -> None:
     """Blocks of NF4 and of the casts to FP8 are 64 wide."""
     for width in (module.in_features, module.out_features):
@@ -78,6 +116,11 @@ def _check_widths(name: str, module: nn.Linear) -> None:
             raise UserError(
                 f"{name} is {width} wide; fp8 and nf4 bases need multiples of 64: take --base_precision bf16"
             )
+
+
+def linear_names(model: nn.Module) -> set[str]:
+    """Names of the linear layers of a skeleton."""
+    return {name for name, *_ in _linears(model)}
 
 
 def _head(model: nn.Module) -> nn.Module | None:

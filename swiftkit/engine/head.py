@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkit.engine.families import LogitRule
-from swiftkit.engine.kernels.cross_entropy import Fp8Head, cross_entropy
+from swiftkit.engine.kernels.cross_entropy import Fp8Head, cross_entropy, loss_and_gradient_
 
 CHUNK_BYTES = {"cuda": 1 << 30}  # of logits at once; products of fewer rows leave a GPU half idle
 SMALL_CHUNK_BYTES = 1 << 28
 
 
 class Head:
-    """The frozen output projection with its family's logit rule.
+    """The output projection with its family's logit rule.
 
     Args:
-        weight: [vocabulary, hidden].
+        weight: [vocabulary, hidden]; where it requires a gradient it gets one.
         rule: scale and soft cap.
         chunk: positions projected at once; None fills CHUNK_BYTES.
         fp8: keep an FP8 copy, which makes the gradient's product twice as fast; the logits stay exact.
@@ -44,12 +45,15 @@ class Head:
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of -log p(target) over positions, in float32; differentiable in `hidden`.
+        """Sum of -log p(target) over positions, in float32; differentiable in `hidden` and a trained weight.
 
         Args:
             hidden: [positions, hidden], the trained positions only.
             targets: int64 [positions].
         """
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            total: Tensor = _TrainedCrossEntropy.apply(hidden, self.weight, targets, self.rule, self.chunk)
+            return total
         return cross_entropy(
             hidden,
             self.weight,
@@ -59,3 +63,34 @@ class Head:
             chunk=self.chunk,
             fp8=self._fp8 if hidden.requires_grad else None,
         )
+
+
+class _TrainedCrossEntropy(torch.autograd.Function):
+    """Loss with the gradients of hidden states and weight, in one pass over chunks of positions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rule: LogitRule, chunk: int
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, hidden.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            logits = hidden[piece] @ weight.T
+            losses, slope = loss_and_gradient_(
+                logits, targets[piece], scale=rule.scale, softcap=rule.softcap, wants_gradient=True
+            )
+            assert slope is not None
+            total += losses.sum()
+            torch.mm(slope.data, weight, out=of_hidden[piece])
+            of_weight += slope.data.T @ hidden[piece]
+            del logits, slope
+        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        factor = upstream[0].to(of_hidden.dtype)
+        return of_hidden * factor, of_weight * factor, None, None, None

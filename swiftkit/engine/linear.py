@@ -1,4 +1,4 @@
-"""Our linear layers: a frozen base weight in one of several storages, and the same with a LoRA adapter."""
+"""Our linear layers: a base weight in one of several storages, alone or with a LoRA or DoRA adapter."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swiftkit.engine.fused.base import Base, BaseKind, make_base
+from swiftkit.engine.kernels.outliers import carry
 from swiftkit.engine.kernels.project import cast_project
 from swiftkit.formats.peft import LoraSpec
 
 
 class Linear(nn.Module):
-    """A frozen linear layer: y = x W^T + b.
+    """A linear layer, frozen unless the whole model is trained: y = x W^T + b.
 
     Args:
         linear: the module it takes the place of; its parameters may still be on the meta device.
@@ -42,7 +43,12 @@ class Linear(nn.Module):
         )
         base.load(0, weight)
         self.base = base
-        self.weight = nn.Parameter(base.stored()["weight"], requires_grad=False)
+        self.name_weights()
+
+    def name_weights(self) -> None:
+        """Let `weight` be what is stored."""
+        if self.base is not None:
+            self.weight = nn.Parameter(self.base.stored()["weight"], requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -61,22 +67,90 @@ class LoraLinear(Linear):
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec, kind: BaseKind = "plain"):
         super().__init__(linear, kind)
-        self.scaling = spec.alpha / spec.rank
+        self.scaling = spec.scaling
         self.dropout = spec.dropout
+        self.pissa, self.pissa_rounds = spec.pissa, spec.pissa_rounds
+        self.start: tuple[Tensor, Tensor] | None = None  # of PiSSA, on the host
         meta = torch.device("meta")
         self.lora_A = nn.Parameter(torch.empty(spec.rank, self.in_features, device=meta))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, spec.rank, device=meta))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        inner = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))  # [..., rank]
-        return super().forward(x) + F.linear(inner, self.lora_B.to(x.dtype)) * self.scaling
+        return super().forward(x) + self.adapter(F.dropout(x, self.dropout, self.training))
+
+    def adapter(self, x: Tensor) -> Tensor:
+        """What the adapter adds, of [..., in_features]."""
+        inner = F.linear(x, self.lora_A.to(x.dtype))  # [..., rank]
+        return F.linear(inner, self.lora_B.to(x.dtype)) * self.scaling
 
     def reset_adapter(self, *, name: str, seed: int, device: torch.device) -> None:
-        """Give the adapter its first values; see `first_factor`."""
+        """Give the adapter its first values, once the weight is there; see `first_factor`."""
+        if self.pissa:
+            with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+                torch.manual_seed(_seed_of(name, seed))
+                self._take_principal_part()
+            return
         first = first_factor(self.lora_A.shape, name=name, seed=seed)
         self.lora_A = nn.Parameter(first.to(device))
         self.lora_B = nn.Parameter(torch.zeros(self.lora_B.shape, device=device))
+
+    @torch.no_grad()
+    def _take_principal_part(self) -> None:
+        """Start as the largest singular values of the weight, which loses them (PiSSA, equations 2 to 4)."""
+        weight, rank = self.weight.float(), self.lora_A.shape[0]
+        if self.pissa_rounds is None:
+            left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        else:  # Halko et al. 2009, https://arxiv.org/abs/0909.4061, algorithm 5.1
+            left, values, columns = torch.svd_lowrank(weight, q=rank, niter=self.pissa_rounds)
+            right = columns.T
+        root = (values[:rank] / self.scaling).sqrt()
+        a, b = (root[:, None] * right[:rank]).contiguous(), left[:, :rank] * root
+        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        rest = (weight - self.scaling * b @ a).to(self.weight.dtype)
+        self.weight = nn.Parameter(rest, requires_grad=False)
+        self.start = a.to("cpu", copy=True), b.to("cpu", copy=True)
+
+
+class DoraLinear(LoraLinear):
+    """y = (m / n) (x W^T + s x A^T B^T) + b, where n is the length of each row of W + s B A (DoRA).
+
+    The lengths m [out] are trained; n is constant for the gradient (section 4.3 of the paper).
+    """
+
+    _squares: Tensor
+
+    def __init__(self, linear: nn.Linear, spec: LoraSpec, kind: BaseKind = "plain"):
+        super().__init__(linear, spec, kind)
+        meta = torch.device("meta")
+        self.lora_magnitude_vector = nn.Parameter(torch.empty(self.out_features, device=meta))
+        self.register_buffer("_squares", None, persistent=False)  # of the lengths of W's rows, [out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        ratio = (self.lora_magnitude_vector / self.row_lengths()).to(x.dtype)  # [out]
+        product = F.linear(x, self.weight)
+        dropped = F.dropout(x, self.dropout, self.training)
+        if self.dropout and self.training:  # as in PEFT: what dropout does not touch is the base alone
+            y = product + (ratio - 1) * F.linear(dropped, self.weight)
+        else:
+            y = ratio * product
+        y = y + ratio * self.adapter(dropped)
+        return y if self.bias is None else y + self.bias
+
+    @torch.no_grad()
+    def row_lengths(self) -> Tensor:
+        """The length of each row of W + s B A, [out], without making that matrix."""
+        a, b, s = self.lora_A, self.lora_B, self.scaling
+        mixed = F.linear(self.weight, a.to(self.weight.dtype)).float()  # W A^T, [out, rank]
+        squares = self._squares + 2 * s * (mixed * b).sum(1) + s * s * ((b @ (a @ a.T)) * b).sum(1)
+        return squares.sqrt()
+
+    def reset_adapter(self, *, name: str, seed: int, device: torch.device) -> None:
+        """Start as the base is: the lengths are those of the weight's rows."""
+        super().reset_adapter(name=name, seed=seed, device=device)
+        self._squares = self.weight.detach().float().square().sum(1)
+        self.lora_magnitude_vector = nn.Parameter(self._squares.sqrt())
 
 
 def first_factor(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:
@@ -85,10 +159,15 @@ def first_factor(shape: tuple[int, ...], *, name: str, seed: int) -> Tensor:
     The draw depends on the layer's name and the run's seed alone, so that every order of building and every
     number of processes starts from the same adapter.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(_seed_of(name, seed))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """A layer's own seed."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 class _QuantizedProduct(torch.autograd.Function):
@@ -97,7 +176,10 @@ class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: Base) -> Tensor:
         ctx.base = base
-        rows, _ = cast_project(x.reshape(-1, x.shape[-1]), factor=None, fp8=base.fp8)
+        flat = x.reshape(-1, x.shape[-1])
+        rows, _ = cast_project(flat, factor=None, fp8=base.fp8, room=base.carried.room)
+        if base.carried.channels is not None:
+            carry(rows, flat, base.carried.channels)
         return base.forward(rows).data.view(*x.shape[:-1], -1)
 
     @staticmethod

@@ -97,6 +97,15 @@ def convert(gguf: Path, out: Path, *, say: hub.Say = print, record: Mapping[str,
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def tensor_count(path: Path) -> int:
+    """The tensors of a GGUF file.
+
+    Raises:
+        UserError: it is not a whole one.
+    """
+    return len(_read(path)[1])
+
+
 def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     from gguf import GGUFReader
 

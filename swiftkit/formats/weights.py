@@ -37,6 +37,10 @@ class Weights:
             self._files[path.name] = handle
             self._where.update(dict.fromkeys(handle.keys(), path.name))
 
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, in order."""
+        return [self.folder / name for name in self._files]
+
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._where)

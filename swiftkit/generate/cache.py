@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class SlotCache:
         self._active = slots
         return self
 
+    def clear(self, slot: int) -> None:
+        """Forget a conversation, so that another one can have its slot."""
+        for lengths in self._lengths.values():
+            lengths[slot] = 0
+
     def extend(self, layer: int, segment: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [kv_heads, new, head_dim] and return all keys and values of that segment's slot."""
         if layer not in self._keys:
@@ -44,3 +50,15 @@ class SlotCache:
         self._values[layer][slot, :, start:stop] = value
         self._lengths[layer][slot] = stop
         return self._keys[layer][slot, :, :stop], self._values[layer][slot, :, :stop]
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """What one token takes in a cache, over all layers.
+
+    Args:
+        config: the model's transformers config.
+        dtype: of keys and values.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize

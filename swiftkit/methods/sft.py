@@ -11,19 +11,21 @@ from torch import Tensor
 
 from swiftkit.config import SftConfig
 from swiftkit.data import ChatTemplate, Prepared, prepare
+from swiftkit.data.cache import data_folder
 from swiftkit.data.template_tokens import never_trained, template_tokens, warning
 from swiftkit.data.tokenizer import load_tokenizer
-from swiftkit.engine import Batch, Engine, Head, LoraSpec, Sums
+from swiftkit.engine import Batch, Head, Sums
 from swiftkit.engine.build import check_model
-from swiftkit.engine.fused.adopt import why_not
 from swiftkit.engine.placement import Placement, find_device, place
 from swiftkit.errors import UserError
 from swiftkit.formats.named import open_model
 from swiftkit.formats.weights import Weights
-from swiftkit.train.job import Job, adapter_size
+from swiftkit.train.job import Job
+from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
 from swiftkit.train.steps import StepPlan, plan_steps
+from swiftkit.train.tuning import plan_tuning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,28 +48,27 @@ def run(config: SftConfig, console: Console) -> Run:
     find_device(config.device)  # what cannot be had is said before anything is fetched
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
-    lora = LoraSpec(config.lora_rank, config.lora_alpha, config.lora_dropout, tuple(config.target_modules))
-    description = check_model(model.path, lora)
-    fuses = why_not(description, lora) is None
-    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=fuses)
     tokenizer = load_tokenizer(model.path, config.chat_template)
+    asked, tuning = config, plan_tuning(config, model, tokenizer)
+    config = tuning.config
+    description = check_model(model.path, tuning.spec)
+    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
+    tuning.check_room(placement)
     longest = longest_window(description, config.max_length)
     data, evaluation = prepare_data(config, tokenizer, longest)
-    for part in (data, evaluation):
-        if part is not None:
-            check_vocabulary(part, description.vocab_size)
-    on_gpu = placement.device.type == "cuda"
+    check_data(config, data, evaluation, vocabulary=tuning.vocabulary)
     plan = plan_steps(
         config,
         num_windows=len(data.windows),
         max_length=data.max_length,
         device_type=placement.device.type,
-        fixed_length=on_gpu and not placement.fused and placement.base == "plain",
-        lengths=[sum(map(len, data.window(index))) for index in range(len(data.windows))],
+        fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
+        lengths=data.window_lengths.tolist(),
     )
+    untrained = [] if tuning.trains_embedding else untrained_tokens(data, tokenizer, model.path)
     job = Job(
         method="sft",
-        asked=config,
+        asked=asked,
         config=resolved(config, placement, plan, data.max_length),
         model=model,
         tokenizer=tokenizer,
@@ -75,36 +76,26 @@ def run(config: SftConfig, console: Console) -> Run:
         evaluation=evaluation,
         plan=plan,
         placement=placement,
-        lora=lora,
-        adapter_size=adapter_size(description, lora),
+        tuning=tuning,
         layers="fused" if placement.fused else "plain",
         console=console,
-        warnings=untrained_tokens(data, tokenizer, model.path),
+        warnings=[*tuning.warnings(), *untrained],
     )
-    job.announce()
-    engine = Engine.load(
-        model.path,
-        dtype=placement.dtype,
-        device=placement.device,
-        base=placement.base,
-        fused=placement.fused,
-        lora=lora,
-        seed=config.seed,
-        tokens=plan.tokens,
-    )
-    with job.begin(engine) as log:
-        fit(
-            engine,
-            data,
-            loss,
-            knobs=config,
-            plan=plan,
-            log=log,
-            save=partial(job.save, engine),
-            pad_id=job.pad_id,
-            evaluation=evaluation,
-        )
-    return job.end(engine)
+    with job.announce():
+        engine = tuning.load(placement, tokens=plan.tokens)
+        with job.begin(engine) as log:
+            fit(
+                engine,
+                data,
+                loss,
+                knobs=config,
+                plan=plan,
+                log=log,
+                pad_id=job.pad_id,
+                evaluation=evaluation,
+                keeper=job.keeper(engine),
+            )
+        return job.end(engine)
 
 
 def resolved(config: SftConfig, placement: Placement, plan: StepPlan, max_length: int) -> SftConfig:
@@ -141,6 +132,8 @@ def prepare_data(
         max_dropped=config.max_dropped,
         streaming=config.streaming,
         seed=config.seed,
+        num_proc=config.dataset_num_proc,
+        cache=data_folder() if config.load_from_cache_file else None,
     )
     training = partial(
         packed,
@@ -155,6 +148,18 @@ def prepare_data(
     if config.val_dataset:
         return data, packed(config.val_dataset, max_length=data.max_length)
     return data, data.evaluation
+
+
+def check_data(config: SftConfig, data: Prepared, evaluation: Prepared | None, *, vocabulary: int) -> None:
+    """Refuse rows that do not fit the model, and knobs that need rows which are not there.
+
+    Raises:
+        UserError: naming the row or the knob.
+    """
+    check_vocabulary(data, vocabulary)
+    if evaluation is not None:
+        check_vocabulary(evaluation, vocabulary)
+    check_evaluated(config, evaluation)
 
 
 def longest_window(description: Any, max_length: int | Literal["auto"]) -> int | None:
@@ -219,6 +224,8 @@ def check_vocabulary(data: Prepared, size: int) -> None:
     Raises:
         UserError: naming the first row with one.
     """
+    if data.largest_id < size:  # known without reading a window
+        return
     for document in data.documents:
         largest = int(document.ids.max())
         if largest >= size:

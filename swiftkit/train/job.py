@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,20 @@ from rich.text import Text
 from swiftkit.config import SftConfig
 from swiftkit.data import Message, Prepared
 from swiftkit.data.tokenizer import generation_settings, stop_ids
-from swiftkit.engine import Engine, LoraSpec
-from swiftkit.engine.build import skeleton
-from swiftkit.engine.exchange import select_targets
+from swiftkit.engine import Engine
 from swiftkit.engine.placement import Placement
+from swiftkit.formats.generation import mended
 from swiftkit.formats.named import locate
 from swiftkit.formats.source import LocalModel
 from swiftkit.generate.session import answer_all
-from swiftkit.train.checkpoint import save_checkpoint
+from swiftkit.train.checkpoint import checkpoint_files, clear_partial, read_snapshot
+from swiftkit.train.keeper import Keeper
 from swiftkit.train.log import Log
 from swiftkit.train.plots import save_plots
-from swiftkit.train.run import Run, create_folder, write_args, write_samples
+from swiftkit.train.resume import Resume, find, identity
+from swiftkit.train.run import Run, create_folder, owned, write_args, write_samples
 from swiftkit.train.steps import StepPlan
+from swiftkit.train.tuning import Tuning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,8 +48,7 @@ class Job:
         data, evaluation: packed windows.
         plan: steps and batch sizes.
         placement: device and precision.
-        lora: shape of the adapter.
-        adapter_size: its trained numbers.
+        tuning: what is trained.
         layers: fused or plain, for people.
         warnings: sentences for the header.
         console: where people look.
@@ -65,28 +66,54 @@ class Job:
         evaluation: Prepared | None,
         plan: StepPlan,
         placement: Placement,
-        lora: LoraSpec,
-        adapter_size: int,
+        tuning: Tuning,
         layers: str,
         console: Console,
         warnings: Sequence[str] = (),
     ):
-        self.asked, self.adapter_size, self.layers, self.warnings = asked, adapter_size, layers, warnings
+        self.asked, self.tuning, self.layers, self.warnings = asked, tuning, layers, warnings
         self.method, self.config, self.model, self.tokenizer = method, config, model, tokenizer
         self.data, self.evaluation, self.plan, self.placement = data, evaluation, plan, placement
         self.console = console
-        self.lora = lora
         self.pad_id = int(tokenizer.pad_token_id or 0)  # of tokens that nothing looks at
         self._stops = stop_ids(tokenizer, model.path)
-        self._generation = generation_settings(tokenizer, model.path)
+        self._generation, odd = mended(generation_settings(tokenizer, model.path))
+        if odd:
+            self.warnings = [*warnings, _left_out(odd)]
         self._prompts = self._sample_prompts()
         self._before: list[str] = []
+        self._resume: Resume | None = None
+        self._identity = identity(
+            config,
+            base=model.fingerprint,
+            data=data.fingerprint,
+            windows=len(data.windows),
+            evaluation=None if evaluation is None else evaluation.fingerprint,
+            steps=plan.steps,
+        )
 
-    def announce(self) -> None:
-        """Make the run folder, and say what will happen: before anything heavy is loaded."""
-        self.folder = create_folder(self.config.output_dir, self.config.model)
-        self._record()
-        self._say(*self._header())
+    @contextmanager
+    def announce(self) -> Iterator[None]:
+        """Take the run folder, a new one or a resumed run's, and say what will happen: before weights load.
+
+        Raises:
+            UserError: when there is nothing to resume from, or another process is training in that folder.
+        """
+        self._resume = find(
+            self.config.resume_from_checkpoint,
+            self._identity,
+            output_dir=self.config.output_dir,
+            say=self._say,
+        )
+        if self._resume is None:
+            self.folder = create_folder(self.config.output_dir, self.config.model)
+        else:
+            self.folder = self._resume.folder
+        with owned(self.folder):
+            clear_partial(self.folder)
+            self._record()
+            self._say(*self._header())
+            yield
 
     def begin(self, engine: Engine) -> Log:
         """Answer the sample prompts once, and open the log."""
@@ -97,21 +124,20 @@ class Job:
             report_to=self.config.report_to,
             settings=self.config.model_dump(),
             console=self.console,
+            resumed=None if self._resume is None else self._resume.facts["log"],
         )
 
-    def save(self, engine: Engine, step: int) -> None:
-        """Write a checkpoint after `step` steps, unless it stands there already."""
-        if (self.folder / f"checkpoint-{step}").is_dir():
-            return
-        save_checkpoint(
+    def keeper(self, engine: Engine) -> Keeper:
+        """Keeps the run's checkpoints, and has the one that it goes on from."""
+        return Keeper(
             self.folder,
-            step,
-            engine=engine,
-            spec=self.lora,
-            tokenizer=self.tokenizer,
-            base_model=base_for_others(self.config.model),
-            generation=self._generation,
+            artifact=self.tuning.artifact(engine, base_for_others(self.config.model)),
+            files=checkpoint_files(self.tokenizer, self._generation),
+            facts=self._identity,
             keep=self.config.save_total_limit,
+            on_error=self.config.on_save_error,
+            resumed=None if self._resume is None else read_snapshot(self._resume.checkpoint),
+            say=self._say,
         )
 
     def end(self, engine: Engine) -> Run:
@@ -133,7 +159,7 @@ class Job:
         )
         # One line, however long: to be copied.
         self.console.print(
-            f"talk      swiftkit chat --adapters {run.adapter_dir}",
+            f"talk      swiftkit chat {'--adapters' if self.tuning.lora else '--model'} {run.adapter_dir}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -161,7 +187,7 @@ class Job:
 
     def _record(self) -> None:
         """Write what the run is made of, before it starts."""
-        facts: dict[str, dict[str, Any]] = {
+        facts: dict[str, Any] = {
             "asked": self.asked.model_dump(),
             "base": {
                 "source": self.model.source,
@@ -173,16 +199,19 @@ class Job:
             "plan": asdict(self.plan),
             "machine": {"device": self.placement.device_name},
         }
+        if self._resume is not None:
+            facts["resumed"] = [*Run(self.folder).args.get("resumed", []), self._resume.step]
         report = {"training": self.data.report.to_dict()}
         if self.evaluation is not None:
             facts["data"]["evaluation"] = self.evaluation.fingerprint
             report["evaluation"] = self.evaluation.report.to_dict()
-        write_args(self.folder, method=self.method, config=self.config.model_dump(), facts=facts)
+        config = self.config.with_changes(resume_from_checkpoint=None)  # to repeat the run from its beginning
+        write_args(self.folder, method=self.method, config=config.model_dump(), facts=facts)
         text = json.dumps(report, indent=2, ensure_ascii=False)
         (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
     def _header(self) -> list[str]:
-        plan, report, lora = self.plan, self.data.report, self.lora
+        plan, report = self.plan, self.data.report
         precision = self.placement.base_precision
         numerics = (
             " (8-bit products: results differ a little from bf16)" if "fp8" in self.placement.base else ""
@@ -191,7 +220,7 @@ class Job:
             f"model     {self.config.model} from {self.model.source}, {self.model.fingerprint[:12]}",
             f"          {self.model.note}",
             f"base      {precision} on {self.placement.device_name}{numerics}, {self.layers} layers",
-            f"adapter   LoRA rank {lora.rank}, alpha {lora.alpha:g}, {self.adapter_size:,} parameters",
+            *self.tuning.lines(),
             *report.lines(),
             f"evaluated {self.evaluation.report.rows_kept:,} rows" if self.evaluation else "",
             f"steps     {plan.steps:,} of {plan.global_batch_size} windows "
@@ -199,9 +228,20 @@ class Job:
             f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}",
             f"          {plan.note}",
             *(f"warning   {warning}" for warning in self.warnings),
+            *self._resumed_lines(),
             f"run       {self.folder}",
         ]
         return [line for line in lines if line.strip()]
+
+    def _resumed_lines(self) -> list[str]:
+        if self._resume is None:
+            return []
+        step = self._resume.step
+        left = f"{self.plan.steps - step:,} left" if step < self.plan.steps else "nothing is left to train"
+        return [
+            f"resume    from step {step:,}, {left}; it goes on in its own run folder",
+            "          lines of its log behind that step are cut off",
+        ]
 
     def _say(self, *lines: str) -> None:
         """Print lines whose first columns are a label; where a screen is too narrow, the rest is indented."""
@@ -217,16 +257,11 @@ def _wrapped(line: str, console: Console) -> str:
     return line[:LABEL] + f"\n{' ' * LABEL}".join(part.plain.rstrip() for part in parts)
 
 
-def adapter_size(description: Any, lora: LoraSpec) -> int:
-    """How many numbers an adapter trains, counted before there are weights.
-
-    Args:
-        description: the model's transformers config.
-        lora: the adapter's shape.
-    """
-    model = skeleton(description)
-    layers: list[Any] = [model.get_submodule(name) for name in select_targets(model, lora.target_modules)]
-    return lora.rank * sum(layer.in_features + layer.out_features for layer in layers)
+def _left_out(settings: Sequence[str]) -> str:
+    return (
+        f"the base's generation_config.json contradicts itself; checkpoints leave out {', '.join(settings)}, "
+        "which mean nothing there"
+    )
 
 
 def base_for_others(model: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from swiftkit.errors import UserError
+from swiftkit.train.stop import Terminated
 
 FILE = "logging.jsonl"
 
@@ -34,10 +36,11 @@ class Writer(Protocol):
 class TensorBoardWriter:
     """Event files in the run's `runs/` folder."""
 
-    def __init__(self, folder: Path, _: dict[str, Any]):
+    def __init__(self, folder: Path, _: dict[str, Any], done: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "runs"))
+        # A resumed run says that later steps, which an earlier process logged, did not happen.
+        self._writer = SummaryWriter(str(folder / "runs"), purge_step=done + 1 if done else None)
 
     def write(self, values: dict[str, float], step: int) -> None:
         """Take the metrics of a step."""
@@ -51,9 +54,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases; its own environment variables choose project and mode."""
+    """Weights & Biases; its own environment variables choose project and mode. A resumed run is a new one."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
+    def __init__(self, folder: Path, settings: dict[str, Any], _: int):
         import wandb
 
         self._run = wandb.init(dir=str(folder), name=folder.name, config=settings)
@@ -115,6 +118,13 @@ class NotebookLine:
             self._handle.update(data, raw=True)
 
 
+def _cut(path: Path, size: int) -> None:
+    """Keep the whole lines in the first `size` bytes of a file that may be there, and may be shorter."""
+    if path.is_file():
+        kept = path.read_bytes()[:size]
+        os.truncate(path, kept.rfind(b"\n") + 1)
+
+
 class Log:
     """One run's metrics.
 
@@ -123,6 +133,8 @@ class Log:
         steps: how many there will be.
         report_to: names of WRITERS; `none` is nobody.
         settings: the run's configuration, for writers that show it.
+        resumed: what `position` said when the checkpoint was made that the run goes on from; lines behind it
+            are cut off.
         console: where people look: a bar on a terminal, a line that changes in a notebook, else a line a log
             step.
     """
@@ -135,15 +147,19 @@ class Log:
         report_to: Sequence[str],
         settings: dict[str, Any],
         console: Console,
+        resumed: Mapping[str, Any] | None = None,
     ):
+        resumed = resumed or {"step": 0, "bytes": 0, "seconds": 0.0}
+        self._done = int(resumed["step"])
         self._writers: list[Writer] = [
-            WRITERS[name](folder, settings) for name in report_to if name != "none"
+            WRITERS[name](folder, settings, self._done) for name in report_to if name != "none"
         ]
         self._folder = folder
+        _cut(folder / FILE, resumed["bytes"])
         self._file = (folder / FILE).open("a", encoding="utf-8")
-        self._start = time.perf_counter()
+        self._start = time.perf_counter() - resumed["seconds"]
+        self._began = self._done, time.perf_counter()
         self._steps = steps
-        self._done = 0
         self._console = console
         self._line = NotebookLine() if console.is_jupyter else None
         self._bar = Progress(
@@ -155,7 +171,7 @@ class Log:
             disable=not console.is_terminal,
             speed_estimate_period=300,
         )
-        self._task = self._bar.add_task("training", total=steps, status="first step")
+        self._task = self._bar.add_task("training", total=steps, completed=self._done, status="first step")
 
     def __enter__(self) -> Log:
         self._bar.start()
@@ -166,21 +182,20 @@ class Log:
         self._file.close()
         for writer in self._writers:
             writer.close()
-        if kind is KeyboardInterrupt:
+        if kind is not None and issubclass(kind, KeyboardInterrupt | Terminated):
             words = f"\nstopped after {self._done} of {self._steps} steps; the log is in {self._folder}"
             self._console.print(words, highlight=False, markup=False, soft_wrap=True)
 
     def training(self, values: dict[str, float], *, step: int, epoch: float, learning_rate: float) -> None:
         """Metrics since the last line."""
         self._write({"epoch": epoch, "learning_rate": learning_rate, **values}, step)
-        status = (
-            f"loss {values['loss']:.4f}  lr {learning_rate:.2e}  {values['tokens_per_second']:,.0f} tokens/s"
-        )
+        loss = f"{values['loss']:.4f}" if "loss" in values else "of no step"  # all were held back
+        status = f"loss {loss}  lr {learning_rate:.2e}  {values['tokens_per_second']:,.0f} tokens/s"
         self._done = step
         self._bar.update(self._task, completed=step, status=status)
         if self._line is not None:
-            spent = time.perf_counter() - self._start
-            left = _clock(spent / step * (self._steps - step))
+            first, start = self._began
+            left = _clock((time.perf_counter() - start) / (step - first) * (self._steps - step))
             self._line.show(f"step {step}/{self._steps}  {status}  {left} left")
         elif not self._console.is_terminal:
             self._console.print(f"step {step}/{self._steps}  {status}", highlight=False, soft_wrap=True)
@@ -191,6 +206,15 @@ class Log:
         words = "  ".join(f"{name.removeprefix('eval_')} {value:,.4f}" for name, value in values.items())
         text = f"step {step}/{self._steps}  evaluation: {words}"
         self._console.print(text, highlight=False, soft_wrap=True)
+
+    def position(self) -> dict[str, Any]:
+        """Where the log is now, for `resumed` of a later one."""
+        seconds = time.perf_counter() - self._start
+        return {"step": self._done, "bytes": self._file.tell(), "seconds": seconds}
+
+    def say(self, text: str) -> None:
+        """A sentence for people, between the lines."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         """A step without metrics: nothing is read from the device."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import Prepared
+from swiftkit.data import PackedBatch, Prepared
 from swiftkit.engine import Batch, Engine, Loss, Sums
-from swiftkit.errors import UserError
+from swiftkit.train.guards import BadBatches, StepGuard, Watch
+from swiftkit.train.judge import Judge
+from swiftkit.train.keeper import Best, Keeper
 from swiftkit.train.log import Log
-from swiftkit.train.optim import adamw, clip_gradients, learning_rate
+from swiftkit.train.meter import Meter
+from swiftkit.train.optim import adamw, clip_gradients, learning_rate, set_rate
+from swiftkit.train.state import OptimizerState, RandomState, Stateful, TrainingState
 from swiftkit.train.steps import StepPlan, evaluation_batches, microbatches_of_step
+from swiftkit.train.stop import Stop, Stopped, stop_by_signal
+from swiftkit.train.watchdog import Watchdog
 
-Save = Callable[[int], None]
+FIRST_STEPS = 2  # after which every tensor that can be trained has had a gradient
 
 
 def fit(
@@ -30,11 +34,11 @@ def fit(
     knobs: TrainKnobs,
     plan: StepPlan,
     log: Log,
-    save: Save,
     pad_id: int,
     evaluation: Prepared | None = None,
+    keeper: Keeper | None = None,
 ) -> None:
-    """Train for `plan.steps` optimizer steps.
+    """Train for `plan.steps` optimizer steps, or what a resumed run has left of them.
 
     Args:
         engine: the model; its parameters change.
@@ -43,60 +47,34 @@ def fit(
         knobs: rates, intervals, seed.
         plan: from `plan_steps`.
         log: takes the metrics.
-        save: called with the number of finished steps when a checkpoint is due.
         pad_id: the padding token's id.
         evaluation: windows to evaluate on, before the first step, every `eval_steps`, and at the end.
+        keeper: writes checkpoints, and has the one to go on from; None keeps nothing.
 
     Raises:
-        UserError: when a loss, a gradient norm or the adapter is not finite, before that is logged or saved.
+        UserError: when training diverges, a tensor gets no gradient, or a checkpoint cannot be written.
+        KeyboardInterrupt, Terminated: when a signal stopped it; the finished steps are saved then.
     """
     torch.manual_seed(knobs.seed)  # of the dropout
-    optimizer = adamw(engine.parameters.values(), knobs)
-    meter = Meter(engine.device)
-    watch = Watch(knobs)
-    progress = Progress(optimizer, save, watch)
-
-    def judge(step: int) -> None:
-        if evaluation is not None:
-            with meter.paused():
-                values = evaluate(engine, evaluation, loss, plan=plan, pad_id=pad_id)
-            watch.check(values, step=step)
-            log.evaluation(values, step=step)
-
-    def train(index: int) -> None:
-        packed = microbatches_of_step(data, plan, step=index, seed=knobs.seed, pad_id=pad_id)
-        rate = learning_rate(index, plan.steps, knobs)
-        sums, norm = step(
-            engine,
-            [Batch.of(p, device=engine.device) for p in packed],
-            loss,
-            optimizer,
-            denominator=sum(p.trained_tokens for p in packed),
-            rate=rate,
-            max_norm=knobs.max_grad_norm,
-        )
-        meter.add(
-            sums, norm, tokens=sum(p.tokens for p in packed), trained=sum(p.trained_tokens for p in packed)
-        )
-        done, last = index + 1, index + 1 == plan.steps
-        progress.finished(done)
-        if last or done == 1 or done % knobs.logging_steps == 0:
-            epoch = min(done * plan.global_batch_size, plan.windows) / len(data.windows)
-            values = meter.read()
-            watch.check(values, step=done)
-            log.training(values, step=done, epoch=epoch, learning_rate=rate)
-        else:
-            log.advance(done)
-        if last or done % knobs.eval_steps == 0:
-            judge(done)
-        if last or done % knobs.save_steps == 0:
-            with meter.paused():
-                progress.save()
-
-    judge(0)
-    with progress.kept_when_interrupted():
-        for index in range(plan.steps):
-            train(index)
+    with ExitStack() as around:
+        stop = around.enter_context(stop_by_signal())
+        watchdog = around.enter_context(Watchdog(knobs.hang_timeout, log.say))
+        if keeper is not None:
+            around.enter_context(keeper)
+        run = _Run(
+            engine, data, loss, knobs=knobs, plan=plan, log=log, pad_id=pad_id, evaluation=evaluation,
+            keeper=keeper, stop=stop, watchdog=watchdog,
+        )  # fmt: skip
+        try:
+            run.begin()
+            while not run.finished:
+                stop.raise_if_asked()
+                run.train_step()
+                run.look_after()
+        except Stopped:
+            run.save()
+    stop.exit()
+    run.end()
 
 
 def step(
@@ -108,151 +86,208 @@ def step(
     denominator: int,
     rate: float,
     max_norm: float,
+    guard: StepGuard | None = None,
 ) -> tuple[Sums, Tensor]:
-    """One optimizer step; returns the loss's sums and the gradient norm before clipping, on the device."""
+    """One optimizer step; returns the loss's sums and the gradient norm before clipping, on the device.
+
+    Nothing is read back from the device. Without a guard every update is taken.
+    """
     sums = engine.forward_backward(microbatches, loss, denominator=denominator)
+    if guard is not None:
+        guard.look(engine.parameters)
     norm = clip_gradients(engine.parameters.values(), max_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
+    set_rate(optimizer, rate)
+    if guard is None:
+        optimizer.step()
+    else:
+        guard.update(sums["loss"] / denominator, norm)
     optimizer.zero_grad(set_to_none=True)
     return sums, norm
 
 
-def evaluate(engine: Engine, data: Prepared, loss: Loss, *, plan: StepPlan, pad_id: int) -> dict[str, float]:
+def evaluate(engine: Engine, batches: Iterable[PackedBatch], loss: Loss) -> dict[str, float]:
     """Mean loss a trained token, and its perplexity."""
-    batches = list(evaluation_batches(data, plan, pad_id=pad_id))
-    sums = engine.evaluate((Batch.of(b, device=engine.device) for b in batches), loss)
-    mean = float(sums["loss"]) / sum(b.trained_tokens for b in batches)
+    trained = 0
+
+    def sent() -> Iterator[Batch]:
+        nonlocal trained
+        for packed in batches:
+            trained += packed.trained_tokens
+            yield Batch.of(packed, device=engine.device)
+
+    sums = engine.evaluate(sent(), loss)
+    mean = float(sums["loss"]) / trained
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}
 
 
-@dataclass
-class Watch:
-    """Ends a run whose numbers are not finite any more: nothing that follows would be of use.
+class _Run:
+    """What `fit` goes over: everything that one run is made of, and what is due when."""
 
-    Args:
-        knobs: named in the mend.
-    """
-
-    knobs: TrainKnobs
-    _last: tuple[float, int] | None = None  # loss, step
-
-    def check(self, values: Mapping[str, float], *, step: int) -> None:
-        """Look at the metrics of a step.
-
-        Raises:
-            UserError: naming the step, the last finite loss and the mend.
-        """
-        odd = next((name for name, value in values.items() if not math.isfinite(value)), None)
-        if odd is not None:
-            raise self.error(f"{odd} is {values[odd]}", step=step)
-        if "loss" in values:
-            self._last = values["loss"], step
-
-    def error(self, what: str, *, step: int) -> UserError:
-        """What to say when something is not finite."""
-        if self._last is None:
-            return UserError(
-                f"step {step}: {what} before anything was trained: the model's weights are damaged, or too "
-                "large for this precision; try --base_precision bf16 or fp32, or download the model again"
-            )
-        (loss, at), knobs = self._last, self.knobs
-        return UserError(
-            f"step {step}: {what}, training has diverged (last finite loss {loss:.4f} at step {at}); "
-            f"lower --learning_rate ({knobs.learning_rate:g}), raise --warmup_ratio "
-            f"({knobs.warmup_ratio:g}), or clip to a smaller --max_grad_norm ({knobs.max_grad_norm:g})"
+    def __init__(
+        self,
+        engine: Engine,
+        data: Prepared,
+        loss: Loss,
+        *,
+        knobs: TrainKnobs,
+        plan: StepPlan,
+        log: Log,
+        pad_id: int,
+        evaluation: Prepared | None,
+        keeper: Keeper | None,
+        stop: Stop,
+        watchdog: Watchdog,
+    ):
+        self._engine, self._data, self._loss, self._knobs, self._plan = engine, data, loss, knobs, plan
+        self._log, self._pad_id, self._evaluation, self._keeper = log, pad_id, evaluation, keeper
+        self._stop, self._watchdog = stop, watchdog
+        self._optimizer = adamw(engine.parameters, knobs)
+        self._guard = StepGuard(
+            self._optimizer,
+            device=engine.device,
+            spike_factor=knobs.loss_spike_factor,
+            on_update=lambda: self._enter("update"),
         )
+        self._meter, self._judge = Meter(engine.device), Judge.of(knobs)
+        folder = None if keeper is None else keeper.folder
+        self._watch = Watch(knobs, BadBatches(folder, data, plan=plan, seed=knobs.seed), log.say)
+        parts: dict[str, Stateful] = {
+            "optimizer": OptimizerState(self._optimizer, engine.parameters),
+            "random": RandomState(engine.device),
+            "guard": self._guard,
+            "meter": self._meter,
+            "judge": self._judge,
+            "watch": self._watch,
+        }
+        self._state = TrainingState(engine.parameters, parts)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or more of them bring nothing."""
+        return self._state.step >= self._plan.steps or self._judge.gives_up
 
-class Progress:
-    """What is finished, and what of it is on disk.
+    def begin(self) -> None:
+        """Put a checkpoint back, refuse what will not fit on the disk, and make up a missing evaluation."""
+        if self._keeper is not None:
+            if self._keeper.resumed is not None:
+                self._state.restore(self._keeper.resumed)
+                self._keeper.name_best(self._best())  # of this step, whatever a crash left
+            self._keeper.check_space(self._state, self._optimizer, saves=self._saves_to_come())
+        done = self._state.step
+        missing = self._judge.evaluated < done  # a signal came while it was made
+        if missing and (done == 0 or self._due(self._knobs.eval_steps)) and self._evaluate():
+            self.save()
 
-    Args:
-        optimizer: of the trained tensors.
-        save: writes a checkpoint of them.
-        watch: says what to do where they are not finite.
-    """
+    def train_step(self) -> None:
+        """One optimizer step over its rows, which are a function of the step alone."""
+        index, knobs = self._state.step, self._knobs
+        self._enter("data")
+        packed = microbatches_of_step(
+            self._data, self._plan, step=index, seed=knobs.seed, pad_id=self._pad_id
+        )
+        batches = [Batch.of(p, device=self._engine.device) for p in packed]
+        trained = sum(p.trained_tokens for p in packed)
+        self._enter("forward and backward")
+        self._guard.looking = index < FIRST_STEPS
+        sums, norm = step(
+            self._engine,
+            batches,
+            self._loss,
+            self._optimizer,
+            denominator=trained,
+            rate=learning_rate(index, self._plan.steps, knobs),
+            max_norm=knobs.max_grad_norm,
+            guard=self._guard,
+        )
+        self._meter.add(
+            sums,
+            norm,
+            self._guard.held,
+            step=index + 1,
+            tokens=sum(p.tokens for p in packed),
+            trained=trained,
+        )
+        self._state.step = index + 1
 
-    def __init__(self, optimizer: torch.optim.Optimizer, save: Save, watch: Watch):
-        self._optimizer, self._save, self._watch = optimizer, save, watch
-        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._finished = self._saved = 0
-
-    def finished(self, step: int) -> None:
-        """The parameters are those after `step` steps."""
-        self._finished = step
+    def look_after(self) -> None:
+        """What is due after a step: a log line, an evaluation, a checkpoint."""
+        done, knobs = self._state.step, self._knobs
+        if done == 1 or self._due(knobs.logging_steps):
+            self._report()
+        else:
+            self._log.advance(done)
+        if self._guard.looking:
+            self._guard.check(step=done)
+        best = self._due(knobs.eval_steps) and self._evaluate()
+        if best or self._due(knobs.save_steps) or self._judge.gives_up:
+            self.save()
+        elif self._keeper is not None:
+            self._keeper.check()
 
     def save(self) -> None:
-        """Write a checkpoint of the finished steps.
+        """Hand a copy of the finished steps to the thread that writes it."""
+        if self._keeper is None or self._state.step == 0:
+            return
+        self._enter("saving")
+        self._keeper.save(self._state, best=self._best(), log=self._log.position())
+
+    def end(self) -> None:
+        """Take the best checkpoint, where that is the run's result.
 
         Raises:
-            UserError: when the parameters are not finite.
+            UserError: when not one update was taken.
         """
-        if not self._finite():
-            raise self._watch.error("the adapter is not finite", step=self._finished)
-        self._save(self._finished)
-        self._saved = self._finished
+        self._watch.conclude(step=self._state.step)
+        best = self._judge.best_step
+        if self._knobs.load_best_model_at_end and self._keeper is not None and best is not None:
+            self._keeper.load_best(self._state, best)
 
-    @contextmanager
-    def kept_when_interrupted(self) -> Iterator[None]:
-        """On Ctrl-C, save the finished steps, unless it came amid or behind an update of the next one."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self._finished > self._saved and self._untouched() and self._finite():
-                self._save(self._finished)
-            raise
+    def _best(self) -> Best | None:
+        judge = self._judge
+        if judge.best_step is None or judge.metric is None:
+            return None
+        return Best(judge.best_step, judge.metric, judge.best)
 
-    def _untouched(self) -> bool:
-        """Whether no update came after the finished steps; AdamW counts before it writes."""
-        counts = (state["step"] for state in self._optimizer.state.values())
-        return all(int(count) == self._finished for count in counts)
+    def _enter(self, phase: str) -> None:
+        self._watchdog.enter(phase, done=self._state.step)
 
-    @torch.no_grad()
-    def _finite(self) -> bool:
-        return bool(torch.stack(torch._foreach_norm(self._parameters)).isfinite().all())
+    def _due(self, interval: int) -> bool:
+        return self._state.step == self._plan.steps or self._state.step % interval == 0
 
+    def _report(self) -> None:
+        """A log line, which is where the device is waited for; held steps come out here."""
+        done, plan = self._state.step, self._plan
+        self._enter("waiting for the device")
+        reading = self._meter.read()
+        self._watch.look(reading)
+        self._log.training(
+            reading.values,
+            step=done,
+            epoch=min(done * plan.global_batch_size, plan.windows) / len(self._data.windows),
+            learning_rate=learning_rate(done - 1, plan.steps, self._knobs),
+        )
 
-@dataclass
-class Meter:
-    """Sums between two log lines. They stay on the device until a line is due."""
+    def _evaluate(self) -> bool:
+        """Evaluate now, where there are rows for it; whether it is a new best."""
+        if self._evaluation is None:
+            return False
+        done = self._state.step
+        with self._meter.paused():
+            batches = evaluation_batches(self._evaluation, self._plan, pad_id=self._pad_id)
+            values = evaluate(self._engine, self._watched(batches), self._loss)
+        self._watch.check(values, step=done)
+        self._log.evaluation(values, step=done)
+        return self._judge.take(values, step=done)
 
-    device: torch.device
-    _sums: Sums = field(default_factory=dict)
-    _norm: Tensor | None = None
-    _tokens: int = 0
-    _trained: int = 0
-    _since: float = field(default_factory=time.perf_counter)
+    def _watched(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        for packed in batches:
+            self._stop.raise_if_asked()
+            self._enter("evaluation")
+            yield packed
 
-    def add(self, sums: Sums, norm: Tensor, *, tokens: int, trained: int) -> None:
-        """Take in one step."""
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._norm = norm
-        self._tokens += tokens
-        self._trained += trained
-
-    def read(self) -> dict[str, float]:
-        """Means over the steps since the last line (the gradient norm is the last step's), and start anew."""
-        values = {
-            name: float(value) / self._trained for name, value in self._sums.items()
-        }  # waits for the device
-        assert self._norm is not None
-        values["grad_norm"] = float(self._norm)
-        values["tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
-        if self.device.type == "cuda":
-            values["memory_allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            values["memory_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self._sums, self._tokens, self._trained = {}, 0, 0
-        self._since = time.perf_counter()
-        return values
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of an evaluation or a checkpoint out of the rate."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
+    def _saves_to_come(self) -> int:
+        knobs, first, last = self._knobs, self._state.step + 1, self._plan.steps
+        due = {*range(knobs.save_steps, last, knobs.save_steps), last}
+        if self._judge.metric is not None:  # every evaluation may be a new best
+            due |= {*range(knobs.eval_steps, last, knobs.eval_steps)}
+        return sum(step >= first for step in due)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from swiftkit.generate.session import Session
 
 SAMPLES = "samples.json"
+BEST = "best.json"
+LOCK = ".lock"
 PACKAGES = ("swiftkit", "torch", "transformers", "tokenizers", "safetensors")
 
 
@@ -52,7 +56,7 @@ def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -
 
     Two runs that start at once get two folders.
     """
-    parent = Path(output_dir) / re.sub(r"[^\w.-]+", "-", folder_name(model))
+    parent = _home(output_dir, model)
     parent.mkdir(parents=True, exist_ok=True)
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     while True:
@@ -66,10 +70,46 @@ def create_folder(output_dir: str, model: str, *, now: datetime | None = None) -
         return folder
 
 
+def runs_of(output_dir: str, model: str) -> list[Path]:
+    """The run folders of a model, the newest first."""
+    parent = _home(output_dir, model)
+    found = [(int(m[1]), p) for p in parent.glob("v*-*") if (m := re.match(r"v(\d+)-", p.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _home(output_dir: str, model: str) -> Path:
+    return Path(output_dir) / re.sub(r"[^\w.-]+", "-", folder_name(model))
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Keep a run folder to this process while it trains; the lock ends with the process, however it ends.
+
+    Raises:
+        UserError: when another process has it.
+    """
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is training in this run folder") from None
+        yield
+
+
 def write_args(folder: Path, *, method: str, config: dict[str, Any], facts: dict[str, Any]) -> None:
     """Write `args.json`: the resolved config (it replays the run), versions, and what the run was made of."""
     content = {"method": method, "config": _anywhere(config), "versions": versions(), **facts}
-    (folder / ARGS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(folder / ARGS, content)
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """Write JSON so that a file of this name is never half there."""
+    beside = path.with_name(f".{path.name}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 def _anywhere(config: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +121,13 @@ def _anywhere(config: dict[str, Any]) -> dict[str, Any]:
                 return f"{Path(path).resolve()}{rows}"
         return value
 
-    files = {name: [absolute(source) for source in config[name]] for name in ("dataset", "val_dataset")}
-    named = {"model": is_model_folder(config["model"]), "chat_template": _is_file(config["chat_template"])}
+    lists = ("dataset", "val_dataset", "new_tokens")
+    files = {name: [absolute(source) for source in config[name]] for name in lists if name in config}
+    named = {
+        "model": is_model_folder(config["model"]),
+        "chat_template": _is_file(config["chat_template"]),
+        "init_adapter": config.get("init_adapter") is not None,
+    }
     paths = {name: str(Path(config[name]).expanduser().resolve()) for name, here in named.items() if here}
     return {**config, **files, **paths}
 
@@ -136,7 +181,7 @@ class Run:
 
     @property
     def adapter_dir(self) -> Path:
-        """The last checkpoint: a PEFT adapter.
+        """The run's result: its last checkpoint, or its best one where the run was asked for that.
 
         Raises:
             UserError: when none was written.
@@ -144,7 +189,19 @@ class Run:
         found = checkpoints(self.folder)
         if not found:
             raise UserError(f"{self.folder} has no checkpoint")
+        best = self.best
+        if best is not None and self.args["config"].get("load_best_model_at_end"):
+            return self.folder / str(best["checkpoint"])
         return found[-1]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation of a run that looked for it: `checkpoint`, `metric` and `value`."""
+        path = self.folder / BEST
+        content: dict[str, Any] | None = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        )
+        return content
 
     @property
     def samples(self) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from swiftkit.engine.attention import AttentionPlan
 from swiftkit.engine.exchange import select_targets
-from swiftkit.engine.fused.base import BaseKind
+from swiftkit.engine.fused.base import BaseKind, kind_of
 from swiftkit.engine.fused.layer import LINEARS, FusedLlamaLayer, LayerShape
 from swiftkit.engine.fused.memory import MemoryPolicy, choose
 from swiftkit.engine.fused.passes import Surroundings
@@ -17,6 +17,7 @@ from swiftkit.engine.head import CHUNK_BYTES
 from swiftkit.engine.kernels.rope import Heads
 from swiftkit.errors import UserError
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.support import why_plain
 
 LAYERS = "model.layers"
 
@@ -78,12 +79,13 @@ def fuse_layers(
     shape = layer_shape(model.config)
     targets = set() if lora is None else select_targets(model, lora.target_modules)
     layers = model.get_submodule(LAYERS)
+    count = len(list(layers.children()))
     policy = _policy(model, shape, base, lora, tokens, device)
-    for index, _ in enumerate(layers.children()):
+    for index in range(count):
         adapters = {name: lora for name in LINEARS if lora and f"{LAYERS}.{index}.{name}" in targets}
         fused = FusedDecoderLayer(
             shape,
-            base=base,
+            base=kind_of(f"{LAYERS}.{index}.", base, count),
             lora=adapters,
             dtype=dtype,
             device=device,
@@ -111,6 +113,9 @@ def _policy(
     rank = 0 if lora is None else lora.rank
     # float32: an adapter's values, gradient and two moments.
     adapters = 16 * config.num_hidden_layers * rank * sum(sum(shape.out_in(name)) for name in LINEARS)
+    ends = set() if lora is None else {name.rpartition(".")[2] for name in lora.modules_to_save}
+    # Beside its weight, what is trained whole has gradient, float32 value and moments.
+    whole = 14 * vocabulary * len(ends)
     free, _ = torch.cuda.mem_get_info(device)
     return choose(
         shape,
@@ -118,7 +123,7 @@ def _policy(
         layers=config.num_hidden_layers,
         tokens=tokens,
         free=free,
-        other=head + adapters + 3 * CHUNK_BYTES["cuda"],
+        other=head + adapters + whole + 3 * CHUNK_BYTES["cuda"],
     )
 
 
@@ -137,6 +142,8 @@ def why_not(config: Any, lora: LoraSpec | None) -> str | None:
         return f"the activation {config.hidden_act}"
     if lora is not None and lora.dropout:
         return "LoRA dropout"
+    if lora is not None and (lacking := why_plain(lora.features)) is not None:
+        return lacking
     try:
         layer_shape(config).check()
     except ValueError as limit:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftkit.engine.fused import passes
-from swiftkit.engine.fused.base import BaseKind, kind_of
+from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.passes import Surroundings
 from swiftkit.engine.fused.projection import FrozenLinear, Projection
 from swiftkit.engine.kernels.rope import Heads, head_block
@@ -81,7 +81,7 @@ class FusedLlamaLayer(nn.Module):
 
     Args:
         shape: the layer's numbers.
-        base: storage of the frozen weights: `plain` (in `dtype`), `fp8` (see `kind_of`), `nf4`, `nf4-fp8`.
+        base: storage of the frozen weights: `plain` (in `dtype`), `fp8`, `fp8-backward`, `nf4`, `nf4-fp8`.
         lora: the adapter of each adapted linear, by its name in `LINEARS`.
         dtype: of activations and norms.
         device: of all tensors.
@@ -126,15 +126,14 @@ class FusedLlamaLayer(nn.Module):
 
         def merged(*leaves: str) -> Projection:
             chosen = [linears[leaf] for leaf in leaves]
-            kind = kind_of(leaves[0], base)
-            return Projection(chosen, kind=kind, dtype=dtype, device=device, two_copies=two_copies)
+            return Projection(chosen, kind=base, dtype=dtype, device=device, two_copies=two_copies)
 
         self.qkv = merged("q_proj", "k_proj", "v_proj")
         self.o = merged("o_proj")
         self.gate_up = merged("gate_proj", "up_proj")
         self.down = merged("down_proj")
         self.projections = (self.qkv, self.o, self.gate_up, self.down)
-        self.fp8 = self.o.base.fp8  # of all but q, k and v
+        self.fp8, self.fp8_backward = self.o.base.fp8, self.o.base.fp8_backward
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Store checkpoint tensors of this layer, quantizing on the way.
@@ -162,6 +161,11 @@ class FusedLlamaLayer(nn.Module):
         factors = [p for projection in self.projections for p in projection.parameters()]
         out: Tensor = _Layer.apply(residual, self, around, *factors)
         return out
+
+    def name_weights(self) -> None:
+        """Make the linears' names views of what is stored, after that has changed its place."""
+        for projection in self.projections:
+            projection.name_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLlamaLayer:
         super()._apply(fn, recurse)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swiftkit.engine.fused.base import BaseKind, kind_of
 from swiftkit.engine.fused.layer import LINEARS, LayerShape
+from swiftkit.engine.kernels.outliers import how_many
 from swiftkit.errors import UserError
 
 # Bytes of a stored parameter with its block scales; the second copy of FP8 comes on top.
@@ -28,12 +29,12 @@ class MemoryPolicy:
 
 
 def weight_bytes(shape: LayerShape, base: BaseKind, *, two_copies: bool) -> float:
-    """Bytes of a layer's frozen weights."""
+    """Bytes of a layer's frozen weights, all of one storage."""
     total = 0.0
     for name in LINEARS:
         rows, columns = shape.out_in(name)
-        kind = kind_of(name.rpartition(".")[2], base)
-        total += rows * columns * (STORED[kind] + (1.0 if kind == "fp8" and two_copies else 0.0))
+        carried = 2 * how_many(columns) / columns if base in ("fp8", "nf4-fp8") else 0.0
+        total += rows * columns * (STORED[base] + carried + (1.0 if base == "fp8" and two_copies else 0.0))
     return total
 
 
@@ -45,9 +46,9 @@ def kept_bytes(shape: LayerShape, base: BaseKind, *, tokens: int, recompute_mlp:
     )  # two residuals, q k v, attention's output
     cast = base in ("fp8", "nf4-fp8")
     if cast:
-        columns += shape.hidden * (2 if base == "nf4-fp8" else 1)  # normalized inputs, one byte each
+        columns += 2 * (shape.hidden + 2 * how_many(shape.hidden))  # normalized inputs, one byte each
     if not recompute_mlp:
-        columns += 2.0 * 2 * shape.inter + (shape.inter if cast else 0)
+        columns += 2.0 * 2 * shape.inter + (shape.inter + 2 * how_many(shape.inter) if cast else 0)
     return tokens * columns
 
 
@@ -73,14 +74,18 @@ def choose(
         MemoryPolicy(two_copies=False, recompute_mlp=True),
     ]
     for policy in policies:
-        weights = weight_bytes(shape, base, two_copies=policy.two_copies)
-        kept = kept_bytes(shape, base, tokens=tokens, recompute_mlp=policy.recompute_mlp)
-        if layers * (weights + kept) + other <= USABLE * free:
+        inner, end = (
+            weight_bytes(shape, kind_of(f"layers.{n}.", base, layers), two_copies=policy.two_copies)
+            for n in (1, 0)
+        )
+        weights = max(0, layers - 2) * inner + min(2, layers) * end
+        kept = layers * kept_bytes(shape, base, tokens=tokens, recompute_mlp=policy.recompute_mlp)
+        if weights + kept + other <= USABLE * free:
             return policy
     gib = 2**30
     raise UserError(
-        f"this run does not fit on the GPU: {layers * weights / gib:.0f} GiB of frozen weights, "
-        f"{layers * kept / gib:.0f} GiB that {tokens:,} tokens keep for the backward pass, "
+        f"this run does not fit on the GPU: {weights / gib:.0f} GiB of frozen weights, "
+        f"{kept / gib:.0f} GiB that {tokens:,} tokens keep for the backward pass, "
         f"{other / gib:.0f} GiB of the rest, and {free / gib:.0f} GiB are free; make "
         "--per_device_train_batch_size or --max_length smaller, or take --base_precision nf4"
     )

@@ -16,7 +16,8 @@ from swiftkit.engine.attention import AttentionPlan
 from swiftkit.engine.fused.attention import Attended, attention, attention_backward
 from swiftkit.engine.fused.projection import Factors, Projection
 from swiftkit.engine.kernels.adapter_gradient import adapter_gradient
-from swiftkit.engine.kernels.norm import norm_backward_cast, norm_cast
+from swiftkit.engine.kernels.norm import Normed, norm_backward_cast, norm_cast
+from swiftkit.engine.kernels.outliers import carry, carry_swiglu
 from swiftkit.engine.kernels.project import add_low_rank, cast_project
 from swiftkit.engine.kernels.rope import rope, rope_backward_cast
 from swiftkit.engine.kernels.rows import SLICES, Rows
@@ -94,10 +95,11 @@ def forward(
     layer: FusedLlamaLayer, packed: Packed, residual: Tensor, around: Surroundings
 ) -> tuple[Tensor, Kept]:
     """The layer's output [tokens, hidden], and what the backward needs."""
-    fp8 = layer.qkv.base.fp8
     normed = norm_cast(
-        residual, weight=layer.input_layernorm.weight, eps=layer.shape.eps, fp8=fp8, a=_a(packed.qkv)
-    )
+        residual, weight=layer.input_layernorm.weight, eps=layer.shape.eps, fp8=layer.fp8, a=_a(packed.qkv),
+        room=layer.qkv.base.carried.room,
+    )  # fmt: skip
+    _carry_norm(layer.qkv, normed, layer.input_layernorm.weight)
     projected = layer.qkv.base.forward(normed.x)
     qkv = rope(
         projected.data, heads=layer.shape.heads, cos=around.cos, sin=around.sin, row_scale=projected.scale,
@@ -106,21 +108,29 @@ def forward(
     attended = attention(
         qkv, heads=layer.shape.heads, plan=around.plan, scaling=layer.shape.scaling, layer=layer.index
     )
-    o_rows, t_o = cast_project(attended.out, factor=_a_transposed(packed.o), fp8=layer.fp8)
+    o_rows, t_o = cast_project(
+        attended.out, factor=_a_transposed(packed.o), fp8=layer.fp8, room=layer.o.base.carried.room
+    )
+    if layer.o.base.carried.channels is not None:
+        carry(o_rows, attended.out, layer.o.base.carried.channels)
     mlp = norm_cast(
         residual, weight=layer.post_attention_layernorm.weight, eps=layer.shape.eps, fp8=layer.fp8,
         y=layer.o.base.forward(o_rows).data, t=t_o, b=_b(packed.o), a=_a(packed.gate_up),
+        room=layer.gate_up.base.carried.room,
     )  # fmt: skip
     del o_rows
+    _carry_norm(layer.gate_up, mlp, layer.post_attention_layernorm.weight)
     gate_up = layer.gate_up.base.forward(mlp.x)
     h, t_down = swiglu_cast(
         gate_up.data, row_scale=gate_up.scale, fp8=layer.fp8, t=mlp.t, b=_b(packed.gate_up),
-        a=_a(packed.down),
+        a=_a(packed.down), room=layer.down.base.carried.room,
     )  # fmt: skip
+    if layer.down.base.carried.channels is not None:
+        carry_swiglu(h, gate_up.data, layer.down.base.carried.channels, t=mlp.t, b=_b(packed.gate_up))
     out = add_low_rank(layer.down.base.forward(h).data, t=t_down, b=_b(packed.down), residual=mlp.residual)
     again = layer.recompute_mlp
     kept = Kept(
-        residual, normed.rstd, normed.x if fp8 else None, normed.t, qkv, attended, t_o,
+        residual, normed.rstd, normed.x if layer.fp8 else None, normed.t, qkv, attended, t_o,
         mlp.residual, mlp.rstd, mlp.x if layer.fp8 else None, mlp.t, None if again else gate_up,
         h if layer.fp8 and not again else None, t_down,
     )  # fmt: skip
@@ -141,7 +151,7 @@ def backward(
     )  # fmt: skip
     turned = rope_backward_cast(
         dq, dk, dv, qkv=kept.qkv, heads=layer.shape.heads, cos=around.cos, sin=around.sin,
-        fp8=layer.qkv.base.fp8_backward, col_scale=layer.qkv.base.col_scale, bias=layer.qkv.bias(),
+        fp8=layer.fp8_backward, col_scale=layer.qkv.base.col_scale, bias=layer.qkv.bias(),
         b=_b(packed.qkv),
     )  # fmt: skip
     del dq, dk, dv, d_attended
@@ -153,7 +163,7 @@ def backward(
     normed = norm_backward_cast(
         d_residual, dx=layer.qkv.base.backward(turned.g), u=turned.u, a=_a(packed.qkv),
         residual=kept.residual, rstd=kept.rstd, weight=layer.input_layernorm.weight, dot=turned.dot,
-        fp8=layer.fp8, wants_g=False,
+        fp8=layer.fp8_backward, wants_g=False,
     )  # fmt: skip
     return normed.d_residual, gradients.finish()
 
@@ -163,13 +173,13 @@ def _mlp_backward(
 ) -> tuple[Tensor, Rows, Tensor | None]:
     """Gradient of the residual between attention and MLP; its cast for o, and its product with o's B."""
     g_down, u_down = cast_project(
-        d_out, factor=_b(packed.down), fp8=layer.fp8, col_scale=layer.down.base.col_scale
+        d_out, factor=_b(packed.down), fp8=layer.fp8_backward, col_scale=layer.down.base.col_scale
     )
     gate_up = kept.gate_up or layer.gate_up.base.forward(_mlp_input(layer, kept))
     inner = swiglu_backward_cast(
         layer.down.base.backward(g_down), u=u_down, a=_a(packed.down), raw=gate_up.data,
         row_scale=gate_up.scale, col_scale=layer.gate_up.base.col_scale, t=kept.t_gate_up,
-        b=_b(packed.gate_up), fp8=layer.fp8, wants_h=kept.h is None and packed.down is not None,
+        b=_b(packed.gate_up), fp8=layer.fp8_backward, wants_h=kept.h is None and packed.down is not None,
     )  # fmt: skip
     del gate_up
     kept.gate_up = None
@@ -180,7 +190,7 @@ def _mlp_backward(
     normed = norm_backward_cast(
         d_out, dx=layer.gate_up.base.backward(inner.g), u=inner.u, a=_a(packed.gate_up),
         residual=kept.residual_mlp, rstd=kept.rstd_mlp,
-        weight=layer.post_attention_layernorm.weight, dot=inner.dot, fp8=layer.fp8, wants_g=True,
+        weight=layer.post_attention_layernorm.weight, dot=inner.dot, fp8=layer.fp8_backward, wants_g=True,
         col_scale=layer.o.base.col_scale, b=_b(packed.o),
     )  # fmt: skip
     x = kept.x_mlp or Rows(kept.residual_mlp, kept.rstd_mlp)
@@ -188,6 +198,13 @@ def _mlp_backward(
     gradients.add(layer.gate_up, inner.u, x, kept.t_gate_up, inner.g, None if layer.fp8 else weight)
     assert normed.g is not None
     return normed.d_residual, normed.g, normed.u
+
+
+def _carry_norm(projection: Projection, normed: Normed, weight: Tensor) -> None:
+    """Put the carried channels of a norm's output behind its rows, where the product reads them."""
+    channels = projection.base.carried.channels
+    if channels is not None:
+        carry(normed.x, normed.residual, channels, weight=weight, rstd=normed.rstd)
 
 
 def _mlp_input(layer: FusedLlamaLayer, kept: Kept) -> Rows:
@@ -219,7 +236,7 @@ class _Gradients:
         if u is None or t is None:
             return
         of_a, of_b, _ = projection.gradient_room(self.partial, self.starts[id(projection)])
-        adapter_gradient(u, x, out=of_a, col_factor=col_factor)
+        adapter_gradient(u, x.first(projection.in_features), out=of_a, col_factor=col_factor)
         adapter_gradient(
             t, g, out=of_b, factor=projection.scaling, col_divisor=projection.base.col_scale,
             segments=projection.segments,

@@ -15,7 +15,7 @@ from swiftkit.engine.kernels.tiles import tile_of
 def _adapter_gradient(
     narrow, wide, row_scale, col_factor, col_divisor, out, tokens, factor,
     slice_stride, rank_stride, column_stride, FIRST_END, SECOND_END,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, RANKS_TILE: tl.constexpr, NARROW: tl.constexpr,
+    STRIDE: tl.constexpr, RANKS: tl.constexpr, RANKS_TILE: tl.constexpr, NARROW: tl.constexpr,
     SLICES: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BN
@@ -36,7 +36,7 @@ def _adapter_gradient(
         if row_scale is not None:
             of_row = tl.load(row_scale + rows, mask=row_mask, other=0.0)
             small = to_bf16(small.to(tl.float32) * of_row[None, :])
-        at = wide + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        at = wide + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
         tile = tl.load(at, mask=row_mask[:, None], other=0.0)
         if FP8:
             tile = fp8_to_bf16(tile)
@@ -64,7 +64,7 @@ def adapter_gradient(
     ends = [sum(widths[:n]) for n in (1, 2)]
     _adapter_gradient[(width // tile.columns, SLICES)](
         narrow, wide.data, wide.scale, col_factor, col_divisor, out, tokens, factor, *out.stride(), *ends,
-        WIDTH=width, RANKS=ranks, RANKS_TILE=max(16, triton.next_power_of_2(ranks)),
+        STRIDE=wide.data.stride(0), RANKS=ranks, RANKS_TILE=max(16, triton.next_power_of_2(ranks)),
         NARROW=narrow.shape[1], SLICES=SLICES, FP8=wide.data.dtype == FP8,
         BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

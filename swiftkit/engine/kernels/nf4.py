@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import FP8, FP8_MAX, runs_triton
+from swiftkit.engine.kernels.rows import FP8, FP8_MAX, Rows, runs_triton, with_room
 
 BLOCK = 64
 CODES = (
@@ -64,7 +64,7 @@ def dequantize_reference(
 
 
 def dequantize_to_fp8(
-    packed: Tensor, absmax: Tensor, scale: Tensor, *, shape: tuple[int, int], transposed: bool
+    packed: Tensor, absmax: Tensor, scale: Tensor, *, shape: tuple[int, int], transposed: bool, room: int = 0
 ) -> Tensor:
     """The weight divided by its channels' scales, as FP8.
 
@@ -73,11 +73,15 @@ def dequantize_to_fp8(
         scale: [out] fp32, powers of two.
         shape: (out, in).
         transposed: whether the result is [in, out] instead of [out, in], contiguous.
+        room: columns behind each row that are left for those of `outliers`.
     """
     if runs_triton(packed):
         from swiftkit.engine.kernels import nf4_triton
 
-        return nf4_triton.dequantize_to_fp8(packed, absmax, scale, shape=shape, transposed=transposed)
+        return nf4_triton.dequantize_to_fp8(
+            packed, absmax, scale, shape=shape, transposed=transposed, room=room
+        )
     dense = dequantize_reference(packed, absmax, shape=shape, dtype=torch.float32) / scale[:, None]
     data = dense.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return data.T.contiguous() if transposed else data
+    data = data.T.contiguous() if transposed else data
+    return with_room(Rows(data, None), room).data

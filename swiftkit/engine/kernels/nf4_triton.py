@@ -17,7 +17,7 @@ ROWS, COLUMNS = 64, 128
 @triton.jit
 def _dequantize(
     packed, absmax, codes, scale, out, rows_total,
-    WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_mask = rows < rows_total
@@ -36,7 +36,7 @@ def _dequantize(
         at = out + columns.to(tl.int64)[:, None] * rows_total + rows[None, :]
         tl.store(at, tl.trans(tile), mask=tl.trans(mask))
     else:
-        tl.store(out + wide * WIDTH + columns[None, :], tile, mask=mask)
+        tl.store(out + wide * STRIDE + columns[None, :], tile, mask=mask)
 
 
 _TABLES: dict[torch.device, Tensor] = {}
@@ -49,7 +49,7 @@ def _launch(packed: Tensor, absmax: Tensor, scale: Tensor | None, out: Tensor, s
         _TABLES[packed.device] = torch.tensor(CODES, device=packed.device)
     _dequantize[(triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))](
         packed, absmax, _TABLES[packed.device], scale, out, rows,
-        WIDTH=width, TRANSPOSED=transposed, BM=ROWS, BN=COLUMNS, num_warps=4,
+        WIDTH=width, STRIDE=out.stride(0), TRANSPOSED=transposed, BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -61,8 +61,9 @@ def dequantize(packed: Tensor, absmax: Tensor, *, shape: tuple[int, int], dtype:
 
 
 def dequantize_to_fp8(
-    packed: Tensor, absmax: Tensor, scale: Tensor, *, shape: tuple[int, int], transposed: bool
+    packed: Tensor, absmax: Tensor, scale: Tensor, *, shape: tuple[int, int], transposed: bool, room: int
 ) -> Tensor:
     """See nf4.dequantize_to_fp8."""
-    out = torch.empty(shape[::-1] if transposed else shape, dtype=FP8, device=packed.device)
+    rows, width = shape[::-1] if transposed else shape
+    out = torch.empty(rows, width + room, dtype=FP8, device=packed.device)
     return _launch(packed, absmax, scale, out, shape, transposed)

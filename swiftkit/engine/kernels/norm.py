@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import Rows, block_width, cast_rows, low_rank, runs_triton, widen
+from swiftkit.engine.kernels.rows import (
+    Rows,
+    block_width,
+    cast_rows,
+    low_rank,
+    runs_triton,
+    widen,
+    with_room,
+)
 
 
 class Normed(NamedTuple):
@@ -54,6 +62,7 @@ def norm_cast(
     t: Tensor | None = None,
     b: Tensor | None = None,
     a: Tensor | None = None,
+    room: int = 0,
 ) -> Normed:
     """residual += y + t @ b^T; x = rms_norm(residual) * weight, cast; x @ a^T.
 
@@ -65,8 +74,9 @@ def norm_cast(
         y: [tokens, hidden], the base product of the linear before; None adds nothing.
         t, b: [tokens, rank] and [hidden, rank], that linear's adapter.
         a: [ranks, hidden], the A factors of the linears that read x.
+        room: columns behind each row of an FP8 result that are left for `outliers.carry`.
     """
-    arguments = (residual, weight, eps, fp8, y, t, b, a)
+    arguments = (residual, weight, eps, fp8, y, t, b, a, room)
     if runs_triton(residual):
         from swiftkit.engine.kernels import norm_triton
 
@@ -76,7 +86,7 @@ def norm_cast(
 
 def norm_cast_reference(
     residual: Tensor, weight: Tensor, eps: float, fp8: bool, y: Tensor | None, t: Tensor | None,
-    b: Tensor | None, a: Tensor | None,
+    b: Tensor | None, a: Tensor | None, room: int = 0,
 ) -> Normed:  # fmt: skip
     """See `norm_cast`."""
     if y is not None:
@@ -85,7 +95,7 @@ def norm_cast_reference(
     rstd = torch.rsqrt(wide.square().mean(1) + eps)
     unscaled = wide * widen(weight)
     if fp8:
-        x = cast_rows(unscaled)
+        x = with_room(cast_rows(unscaled), room)
         assert x.scale is not None
         x = Rows(x.data, x.scale * rstd)
     else:

@@ -17,14 +17,15 @@ from swiftkit.engine.kernels.tiles import tile_of, tiled
 def _norm_cast(
     residual, weight, eps, y, t, b, a,
     residual_out, x, x_scale, t_out, rstd_out, block_scale, tokens,
-    WIDTH: tl.constexpr, RANK_IN: tl.constexpr, RANKS: tl.constexpr, RANKS_TILE: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, RANK_IN: tl.constexpr, RANKS: tl.constexpr,
+    RANKS_TILE: tl.constexpr,
     ADDS: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM
     rows = row + tl.arange(0, BM)
     row_mask = rows < tokens
     mask = row_mask[:, None]
-    base = rows.to(tl.int64)[:, None] * WIDTH
+    base = rows.to(tl.int64)[:, None] * STRIDE
     ranks = tl.arange(0, RANKS_TILE)
     sum_of_squares = tl.zeros([BM], tl.float32)
     projected = tl.zeros([BM, RANKS_TILE], tl.float32)
@@ -65,7 +66,7 @@ def _norm_cast(
         tl.store(at_t, projected, mask=mask & (ranks[None, :] < RANKS))
     if FP8:
         tl.store(x_scale + rows, scale * rstd, mask=row_mask)
-        settle(x, block_scale, first, scale, rows, row_mask, tokens, WIDTH, BN, WIDTH // BN)
+        settle(x, block_scale, first, scale, rows, row_mask, tokens, STRIDE, WIDTH, BN, WIDTH // BN)
 
 
 @triton.jit
@@ -115,17 +116,17 @@ def _norm_backward_cast(
         tl.store(at_u, projected.to(u_out.dtype.element_ty), mask=mask)
     if FP8:
         tl.store(g_scale + rows, scale, mask=row_mask)
-        settle(g, block_scale, first, scale, rows, row_mask, tokens, WIDTH, BN, WIDTH // BN)
+        settle(g, block_scale, first, scale, rows, row_mask, tokens, WIDTH, WIDTH, BN, WIDTH // BN)
 
 
 def norm_cast(
     residual: Tensor, weight: Tensor, eps: float, fp8: bool, y: Tensor | None, t: Tensor | None,
-    b: Tensor | None, a: Tensor | None,
+    b: Tensor | None, a: Tensor | None, room: int,
 ) -> Normed:  # fmt: skip
     """See norm.norm_cast."""
     tokens, width = residual.shape
     tile = tile_of("norm_cast", width)
-    x = torch.empty_like(residual, dtype=FP8 if fp8 else residual.dtype)
+    x = residual.new_empty(tokens, width + room, dtype=FP8 if fp8 else residual.dtype)
     rstd = residual.new_empty(tokens, dtype=torch.float32)
     x_scale = torch.empty_like(rstd) if fp8 else rstd
     blocks = rstd.new_empty(width // tile.columns if fp8 else 0, tokens)
@@ -135,7 +136,7 @@ def norm_cast(
     _norm_cast[(triton.cdiv(tokens, tile.rows),)](
         tiled(residual, tile), weight, eps, tiled(y, tile), t, b, a,
         tiled(total, tile), x, x_scale, projected, rstd, blocks, tokens,
-        WIDTH=width, RANK_IN=1 if t is None else t.shape[1],
+        WIDTH=width, STRIDE=width + room, RANK_IN=1 if t is None else t.shape[1],
         RANKS=ranks, RANKS_TILE=max(16, triton.next_power_of_2(ranks)),
         ADDS=y is not None, FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages,
         num_warps=tile.warps, maxnreg=tile.registers,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import Rows, cast_rows, low_rank, runs_triton, widen
+from swiftkit.engine.kernels.rows import Rows, cast_rows, low_rank, runs_triton, widen, with_room
 
 
 def cast_project(
-    x: Tensor, *, factor: Tensor | None, fp8: bool, col_scale: Tensor | None = None
+    x: Tensor, *, factor: Tensor | None, fp8: bool, col_scale: Tensor | None = None, room: int = 0
 ) -> tuple[Rows, Tensor | None]:
     """The cast of x * col_scale, and x @ factor.
 
@@ -17,23 +17,24 @@ def cast_project(
         factor: [width, rank]; an A factor is given transposed, as a view.
         fp8: whether x is cast to FP8; otherwise it comes back as it is (col_scale must then be None).
         col_scale: [width] fp32, the channel scales of the weight whose backward product reads x.
+        room: columns behind each row of an FP8 result that are left for `outliers.carry`.
     """
     if not fp8:
         return Rows(x, None), None if factor is None else x @ factor
     if runs_triton(x):
         from swiftkit.engine.kernels import project_triton
 
-        return project_triton.cast_project(x, factor, col_scale)
-    return cast_project_reference(x, factor, col_scale)
+        return project_triton.cast_project(x, factor, col_scale, room)
+    return cast_project_reference(x, factor, col_scale, room)
 
 
 def cast_project_reference(
-    x: Tensor, factor: Tensor | None, col_scale: Tensor | None
+    x: Tensor, factor: Tensor | None, col_scale: Tensor | None, room: int = 0
 ) -> tuple[Rows, Tensor | None]:
     """See `cast_project`."""
     wide = widen(x)
     projected = None if factor is None else (wide @ widen(factor)).to(x.dtype)
-    return cast_rows(wide if col_scale is None else wide * col_scale), projected
+    return with_room(cast_rows(wide if col_scale is None else wide * col_scale), room), projected
 
 
 def add_low_rank(

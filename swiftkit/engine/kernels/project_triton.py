@@ -15,20 +15,20 @@ from swiftkit.engine.kernels.tiles import tile_of
 @triton.jit
 def _cast_project(
     x, factor, col_scale, out, out_scale, t_out, block_scale, tokens, column_stride, rank_stride,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_mask = rows < tokens
     mask = row_mask[:, None]
-    base = rows.to(tl.int64)[:, None] * WIDTH
+    long_rows = rows.to(tl.int64)[:, None]
     ranks = tl.arange(0, RANK)
     projected = tl.zeros([BM, RANK], tl.float32)
     scale = tl.zeros([BM], tl.float32)
     first = tl.zeros([BM], tl.float32)
     for start in tl.range(0, WIDTH, BN, num_stages=STAGES):
         columns = start + tl.arange(0, BN)
-        at = base + columns[None, :]
-        plain = tl.load(x + at, mask=mask, other=0.0)
+        plain = tl.load(x + long_rows * WIDTH + columns[None, :], mask=mask, other=0.0)
         if factor is not None:
             tile = low_rank_tile(factor, columns, ranks, column_stride, rank_stride, RANK)
             projected = tl.dot(plain, tile, projected)
@@ -38,12 +38,13 @@ def _cast_project(
         scale = grow(scale, tl.max(tl.abs(value), axis=1), start == 0)
         first = tl.where(start == 0, scale, first)
         tl.store(block_scale + (start // BN) * tokens + rows, scale, mask=row_mask)
-        tl.store(out + at, (value * inverse(scale)[:, None]).to(out.dtype.element_ty), mask=mask)
+        at = out + long_rows * STRIDE + columns[None, :]
+        tl.store(at, (value * inverse(scale)[:, None]).to(out.dtype.element_ty), mask=mask)
     if factor is not None:
         at_t = t_out + rows[:, None] * RANK + ranks[None, :]
         tl.store(at_t, projected.to(t_out.dtype.element_ty), mask=mask)
     tl.store(out_scale + rows, scale, mask=row_mask)
-    settle(out, block_scale, first, scale, rows, row_mask, tokens, WIDTH, BN, WIDTH // BN)
+    settle(out, block_scale, first, scale, rows, row_mask, tokens, STRIDE, WIDTH, BN, WIDTH // BN)
 
 
 @triton.jit
@@ -69,18 +70,20 @@ def _add_low_rank(
     tl.store(out + at, to_bf16(value), mask=mask)
 
 
-def cast_project(x: Tensor, factor: Tensor | None, col_scale: Tensor | None) -> tuple[Rows, Tensor | None]:
+def cast_project(
+    x: Tensor, factor: Tensor | None, col_scale: Tensor | None, room: int
+) -> tuple[Rows, Tensor | None]:
     """See project.cast_project."""
     tokens, width = x.shape
     tile = tile_of("cast_project", width)
-    out = torch.empty_like(x, dtype=FP8)
+    out = x.new_empty(tokens, width + room, dtype=FP8)
     scale = x.new_empty(tokens, dtype=torch.float32)
     blocks = scale.new_empty(width // tile.columns, tokens)
     projected = None if factor is None else x.new_empty(tokens, factor.shape[1])
     strides = (0, 0) if factor is None else factor.stride()
     _cast_project[(triton.cdiv(tokens, tile.rows),)](
         x, factor, col_scale, out, scale, projected, blocks, tokens, *strides,
-        WIDTH=width, RANK=16 if factor is None else factor.shape[1],
+        WIDTH=width, STRIDE=width + room, RANK=16 if factor is None else factor.shape[1],
         BM=tile.rows, BN=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return Rows(out, scale), projected

@@ -147,7 +147,19 @@ def _rope_backward_cast(
     tl.store(dot_out + rows, dot, mask=row_mask)
     if FP8:
         tl.store(g_scale + rows, scale, mask=row_mask)
-        settle(g, block_scale, first, scale, rows, row_mask, tokens, TOTAL * 2 * HALF, 2 * HALF, TOTAL)
+        settle(
+            g,
+            block_scale,
+            first,
+            scale,
+            rows,
+            row_mask,
+            tokens,
+            TOTAL * 2 * HALF,
+            TOTAL * 2 * HALF,
+            2 * HALF,
+            TOTAL,
+        )
 
 
 def rope(

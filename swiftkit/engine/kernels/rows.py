@@ -39,6 +39,10 @@ class Rows(NamedTuple):
         wide = widen(self.data)
         return wide if self.scale is None else wide * self.scale[:, None].to(wide.dtype)
 
+    def first(self, columns: int) -> Rows:
+        """The first columns, as a view: without those that `outliers` has put behind them."""
+        return Rows(self.data[:, :columns], self.scale)
+
 
 def widen(x: Tensor) -> Tensor:
     """`x` in the type that references compute in: fp32, or fp64 where x is."""
@@ -82,6 +86,15 @@ def cast_rows(x: Tensor, first: Tensor | None = None) -> Rows:
     )
     data = (x / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return Rows(data, scale)
+
+
+def with_room(x: Rows, room: int) -> Rows:
+    """A copy with `room` columns behind it, zero as yet; `x` itself where that is none."""
+    if not room:
+        return x
+    data = x.data.new_zeros(x.data.shape[0], x.data.shape[1] + room)
+    data[:, : x.data.shape[1]] = x.data
+    return Rows(data, x.scale)
 
 
 def cast_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def low_rank_tile(factor, columns, ranks, column_stride, rank_stride, RANKS: tl.
 @triton.jit
 def settle(
     out, block_scale, first, scale, rows, row_mask, tokens,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Cast again the blocks that were written with a smaller scale than their row's final one.
 
@@ -108,7 +108,7 @@ def settle(
             used = tl.load(block_scale + (block % STEPS) * tokens + rows, mask=row_mask, other=0.0)
             behind = row_mask & (used < scale)
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            at = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+            at = out + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
             old = tl.load(at, mask=behind[:, None], other=0.0).to(tl.float32)
             ratio = tl.where(behind, used, scale) * inverse(scale)
             tl.store(at, (old * ratio[:, None]).to(out.dtype.element_ty), mask=behind[:, None])

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swiftkit.engine.kernels.rows import Rows, block_width, cast_rows, low_rank, runs_triton, scaled, widen
+from swiftkit.engine.kernels.rows import (
+    Rows,
+    block_width,
+    cast_rows,
+    low_rank,
+    runs_triton,
+    scaled,
+    widen,
+    with_room,
+)
 
 
 class SwigluGradient(NamedTuple):
@@ -34,6 +43,7 @@ def swiglu_cast(
     t: Tensor | None = None,
     b: Tensor | None = None,
     a: Tensor | None = None,
+    room: int = 0,
 ) -> tuple[Rows, Tensor | None]:
     """h = silu(gate) * up, cast, and h @ a^T.
 
@@ -43,12 +53,13 @@ def swiglu_cast(
         fp8: whether h is cast to FP8.
         t, b: [tokens, 2 * rank] and [2 * inter, rank], the adapters of gate and up.
         a: [rank, inter], the A factor of down.
+        room: columns behind each row of an FP8 result that are left for `outliers.carry`.
 
     Returns:
         h: [tokens, inter].
         t: [tokens, rank], h @ a^T, or None.
     """
-    arguments = (raw, row_scale, fp8, t, b, a)
+    arguments = (raw, row_scale, fp8, t, b, a, room)
     if runs_triton(raw):
         from swiftkit.engine.kernels import swiglu_triton
 
@@ -58,14 +69,14 @@ def swiglu_cast(
 
 def swiglu_cast_reference(
     raw: Tensor, row_scale: Tensor | None, fp8: bool, t: Tensor | None, b: Tensor | None,
-    a: Tensor | None,
+    a: Tensor | None, room: int = 0,
 ) -> tuple[Rows, Tensor | None]:  # fmt: skip
     """See `swiglu_cast`."""
     gate, up = _gate_up(raw, row_scale, t, b)
     h = torch.nn.functional.silu(gate) * up
     plain = h.to(raw.dtype)
     projected = None if a is None else (widen(plain) @ widen(a).T).to(raw.dtype)
-    return cast_rows(h) if fp8 else Rows(plain, None), projected
+    return with_room(cast_rows(h), room) if fp8 else Rows(plain, None), projected
 
 
 def swiglu_backward_cast(

@@ -28,14 +28,14 @@ def _output(raw, columns, of_row, t_tile, b, ranks, RANK: tl.constexpr):
 @triton.jit
 def _swiglu_cast(
     raw, row_scale, t, b, a, h, h_scale, t_out, block_scale, tokens,
-    INTER: tl.constexpr, RANK: tl.constexpr, RANK_OUT: tl.constexpr, FP8: tl.constexpr,
+    INTER: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, RANK_OUT: tl.constexpr, FP8: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM
     rows = row + tl.arange(0, BM)
     row_mask = rows < tokens
     mask = row_mask[:, None]
-    base = rows.to(tl.int64)[:, None] * INTER
+    base = rows.to(tl.int64)[:, None] * STRIDE
     ranks = tl.arange(0, RANK)
     ranks_out = tl.arange(0, RANK_OUT)
     projected = tl.zeros([BM, RANK_OUT], tl.float32)
@@ -73,7 +73,7 @@ def _swiglu_cast(
         tl.store(at_t, projected.to(t_out.dtype.element_ty), mask=mask)
     if FP8:
         tl.store(h_scale + rows, scale, mask=row_mask)
-        settle(h, block_scale, first, scale, rows, row_mask, tokens, INTER, BN, INTER // BN)
+        settle(h, block_scale, first, scale, rows, row_mask, tokens, STRIDE, INTER, BN, INTER // BN)
 
 
 @triton.jit
@@ -151,23 +151,24 @@ def _swiglu_backward_cast(
         tl.store(at_u + RANK, u_up.to(u_out.dtype.element_ty), mask=mask)
     if FP8:
         tl.store(g_scale + rows, scale, mask=row_mask)
-        settle(g, block_scale, first, scale, rows, row_mask, tokens, 2 * INTER, BN, INTER // BN)
+        settle(g, block_scale, first, scale, rows, row_mask, tokens, 2 * INTER, 2 * INTER, BN, INTER // BN)
 
 
 def swiglu_cast(
     raw: Tensor, row_scale: Tensor | None, fp8: bool, t: Tensor | None, b: Tensor | None,
-    a: Tensor | None,
+    a: Tensor | None, room: int,
 ) -> tuple[Rows, Tensor | None]:  # fmt: skip
     """See swiglu.swiglu_cast."""
     tokens, inter = raw.shape[0], raw.shape[1] // 2
     tile = tile_of("swiglu_cast", inter)
-    h = raw.new_empty(tokens, inter, dtype=FP8 if fp8 else raw.dtype)
+    h = raw.new_empty(tokens, inter + room, dtype=FP8 if fp8 else raw.dtype)
     h_scale = raw.new_empty(tokens, dtype=torch.float32) if fp8 else None
     blocks = raw.new_empty(inter // tile.columns if fp8 else 0, tokens, dtype=torch.float32)
     projected = None if a is None else raw.new_empty(tokens, a.shape[0])
     _swiglu_cast[(triton.cdiv(tokens, tile.rows),)](
         tiled(raw, tile), row_scale, t, b, a, h, h_scale, projected, blocks, tokens,
-        INTER=inter, RANK=16 if b is None else b.shape[1], RANK_OUT=16 if a is None else a.shape[0],
+        INTER=inter, STRIDE=inter + room, RANK=16 if b is None else b.shape[1],
+        RANK_OUT=16 if a is None else a.shape[0],
         FP8=fp8, BM=tile.rows, BN=tile.columns, STAGES=tile.stages,
         num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip

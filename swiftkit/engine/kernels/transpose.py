@@ -8,7 +8,7 @@ from swiftkit.engine.kernels.rows import runs_triton
 
 
 def transpose(x: Tensor) -> Tensor:
-    """A contiguous [columns, rows] of a contiguous [rows, columns] uint8."""
+    """A contiguous [columns, rows] of a [rows, columns] uint8 whose rows are contiguous."""
     if runs_triton(x):
         from swiftkit.engine.kernels import transpose_triton
 

@@ -10,11 +10,11 @@ TILE = 128
 
 
 @triton.jit
-def _transpose(x, out, rows_total, columns_total, TILE: tl.constexpr):
+def _transpose(x, out, rows_total, columns_total, stride, TILE: tl.constexpr):
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = (rows < rows_total)[:, None] & (columns < columns_total)[None, :]
-    tile = tl.load(x + rows.to(tl.int64)[:, None] * columns_total + columns[None, :], mask=mask, other=0)
+    tile = tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0)
     at = out + columns.to(tl.int64)[:, None] * rows_total + rows[None, :]
     tl.store(at, tl.trans(tile), mask=tl.trans(mask))
 
@@ -24,5 +24,5 @@ def transpose(x: Tensor) -> Tensor:
     rows, columns = x.shape
     out = x.new_empty(columns, rows)
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
-    _transpose[grid](x, out, rows, columns, TILE=TILE, num_warps=8)
+    _transpose[grid](x, out, rows, columns, x.stride(0), TILE=TILE, num_warps=8)
     return out

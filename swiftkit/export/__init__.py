@@ -1,0 +1,1 @@
+"""What leaves a run: merged models, uploads, conversions, and the run's report."""

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: the step is ended and saved, then the process exits with the signal's own code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(SystemExit):
+    """SIGTERM asked the process to end; it exits with 143, as a shell reports that signal."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """A stop was asked for where nothing has to be finished first."""
+
+
+class Stop:
+    """Whether the run was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def raise_if_asked(self) -> None:
+        """Leave a piece of work that can be done again, an evaluation say.
+
+        Raises:
+            Stopped: when a stop was asked for.
+        """
+        if self.signal is not None:
+            raise Stopped
+
+    def exit(self) -> None:
+        """End as the signal would have done.
+
+        Raises:
+            KeyboardInterrupt: for SIGINT.
+            Terminated: for SIGTERM.
+        """
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal == signal.SIGTERM:
+            raise Terminated
+
+    def take(self, number: int, _: FrameType | None) -> None:
+        """The signal handler: the first signal asks, the second one ends at once."""
+        if self.signal is not None:
+            self.signal = number
+            self.exit()
+        self.signal = number
+        words = "\nstopping after this step, which is then saved; once more stops at once\n"
+        os.write(1, words.encode())  # print may be in the middle of a line of its own
+
+
+@contextmanager
+def stop_by_signal() -> Iterator[Stop]:
+    """Take SIGINT and SIGTERM as wishes while a run trains; Python allows it in the main thread only."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.take) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
