@@ -1,4 +1,4 @@
-"""Checkpoints as a run leaves them, without the run: a tiny base, a random adapter made by PEFT, args.json."""
+"""Checkpoints as a run leaves them, without the run: a tiny base, a random adapter of PEFT, args.json."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class Uploads(Answer):
         elif path.startswith(f"/api/models/{REPO}/preupload/"):
             self.tell({"files": [upload_mode(file["path"]) for file in json.loads(content)["files"]]})
         elif path == f"/{REPO}.git/info/lfs/objects/batch":
-            self.tell({"transfer": "basic", "objects": [self.action(o) for o in json.loads(content)["objects"]]})
+            actions = [self.action(wanted) for wanted in json.loads(content)["objects"]]
+            self.tell({"transfer": "basic", "objects": actions})
         elif path == "/verify":
             self.tell({})
         elif path == f"/api/models/{REPO}/commit/main":
@@ -110,4 +111,3 @@ class Uploads(Answer):
 def upload_mode(path: str) -> dict[str, Any]:
     mode = "lfs" if path.endswith((".safetensors", "tokenizer.json")) else "regular"
     return {"path": path, "uploadMode": mode, "shouldIgnore": False}
-

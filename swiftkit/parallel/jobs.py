@@ -201,8 +201,15 @@ def ssh(config: LaunchConfig) -> str:
         '        </dev/null > >(sed -u "s/^/${host}: /") 2>&1 &',
         '    pids+=("$!")',
         "done",
-        'for _ in "${hosts[@]}"; do',
-        "    wait -n  # the first that fails ends the script, and so all",
+        # `wait -n` would do, did it not also count sed, and forget what ended before it was called.
+        "while sleep 1; do",
+        '    for at in "${!pids[@]}"; do',
+        '        if ! kill -0 "${pids[at]}" 2>/dev/null; then',
+        '            wait "${pids[at]}"  # the first that fails ends the script, and so all',
+        '            unset "pids[at]"',
+        "        fi",
+        "    done",
+        '    [ "${#pids[@]}" -gt 0 ] || break',
         "done",
         "",
     ])  # fmt: skip
