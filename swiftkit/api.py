@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkit import flags, registry, support
-from swiftkit.config import Config, ConfigT, EvalConfig, MergeConfig, QuantizeConfig, ReportConfig, SftConfig, build
+from swiftkit.config import (
+    Config,
+    ConfigT,
+    EvalConfig,
+    MergeConfig,
+    QuantizeConfig,
+    ReportConfig,
+    SftConfig,
+    build,
+)
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +103,7 @@ def merge(adapters: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path
     return run(config)
 
 
-def quantize(checkpoint: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path:
+def quantize_model(checkpoint: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path:
     """A model in fewer bits, judged; what `swiftkit quantize` does.
 
     Args:

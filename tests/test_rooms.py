@@ -163,6 +163,8 @@ print(json.dumps({"code": code or 0, "heavy": heavy}))
         (["data", "preview", "--help"], 0),
         (["report", "--help"], 0),
         (["merge", "--help"], 0),
+        (["quantize", "--help"], 0),
+        (["quantize", "smollm2-135m", "out", "--dataset", "x.jsonl", "--bits", "5"], 2),
         (["ls"], 0),
         (["show", "llama3-70b"], 0),
         (["sft", "--modle", "smollm2-135m"], 2),

@@ -231,13 +231,11 @@ class QuantizeConfig(Config):
 
     checkpoint: str = knob(
         ...,
-        "a model's name or folder, or a checkpoint or run with an adapter, which is merged on the way; stands "
-        "in front, without its flag",
+        "a model's name or folder, or a checkpoint or run with an adapter, which is merged on the way; "
+        "stands in front, without its flag",
         group="quantize",
     )
-    output_dir: str = knob(
-        ..., "the folder to make; stands behind it, without its flag", group="quantize"
-    )
+    output_dir: str = knob(..., "the folder to make; stands behind it, without its flag", group="quantize")
     method: Literal["gptq", "awq", "fp8", "rtn"] = knob(
         "gptq", "how codes are found; rtn is plain rounding", group="quantize"
     )
@@ -247,9 +245,7 @@ class QuantizeConfig(Config):
     group_size: int = knob(
         128, "columns that share a scale; -1 is a whole row", group="quantize", unit="columns"
     )
-    sym: bool | Auto = knob(
-        "auto", "no zero points; auto is true but for the AWQ format", group="quantize"
-    )
+    sym: bool | Auto = knob("auto", "no zero points; auto is true but for the AWQ format", group="quantize")
     format: Literal["auto", "gptq", "gptq_v2", "awq", "compressed-tensors"] = knob(
         "auto",
         "of the files; auto is AutoGPTQ's (version 1) for gptq, AWQ GEMM for awq, else compressed-tensors",

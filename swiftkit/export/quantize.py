@@ -73,16 +73,15 @@ class Model:
     def __init__(self, config: QuantizeConfig, device: torch.device, say: Say):
         where = find(checkpoint=config.checkpoint)
         if where.adapter is None:
-            base = open_model(
-                str(where.model), source=config.model_source, revision=config.revision, say=say
-            )
+            base = open_model(str(where.model), source=config.model_source, revision=config.revision, say=say)
             self.base, self.own, spec, tensors = base.path, base.path, LoraSpec(), {}
             self.name = base.name
         else:
             asked = ("model", "model_source", "revision", "output_dir")
             knobs = {name: getattr(config, name) for name in asked}
             adapter = open_adapter(build(MergeConfig, {"adapters": str(where.adapter), **knobs}), say)
-            self.base, self.own, spec, tensors = adapter.base.path, adapter.folder, adapter.spec, adapter.tensors
+            self.base, self.own = adapter.base.path, adapter.folder
+            spec, tensors = adapter.spec, adapter.tensors
             self.name = f"{adapter.folder} merged into {adapter.base.name}"
         self.description = describe(self.base)
         own = (self.own / "tokenizer.json").is_file()
@@ -271,6 +270,6 @@ def _judge(report: Report, config: QuantizeConfig, out: Path) -> None:
     worst = max(report.linears, key=lambda one: one.error)
     raise UserError(
         f"the perplexity rises by {report.increase:.1%}, more than --max_ppl_increase {limit:g} allows; the "
-        f"worst layer is {worst.name} (error {worst.error:.1%}). No model was kept, the report is {kept}. Try "
-        "more calibration rows, a smaller --group_size, or more --bits"
+        f"worst layer is {worst.name} (error {worst.error:.1%}). No model was kept, the report is {kept}. "
+        "Try more calibration rows, a smaller --group_size, or more --bits"
     )

@@ -60,7 +60,7 @@ def quantization_config(*, bits: int, group_size: int, ignore: Sequence[str]) ->
 
 
 def fp8_config(*, ignore: Sequence[str]) -> dict[str, Any]:
-    """The same for FP8: a scale a channel of the weights, and one a token, found as it comes, of the input."""
+    """The same for FP8: weights have a scale a channel, inputs one a token, found as they come."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**number, "dynamic": False, "strategy": "channel"}
     return _config("float-quantized", weights, {**number, "dynamic": True, "strategy": "token"}, ignore)

@@ -9,8 +9,8 @@ from typing import Any
 def with_older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with `rope_theta`, and `rope_scaling` where positions are scaled, beside `rope_parameters`.
 
-    transformers 5 writes `rope_parameters` alone, and readers of before fall back to a theta of 10,000 without
-    a word. Settings that are there already stay.
+    transformers 5 writes `rope_parameters` alone, and older readers fall back to a theta of 10,000 without a
+    word. Settings that are there already stay.
     """
     made = dict(config)
     rope = made.get("rope_parameters")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from swiftkit.quantize.folds import FOLDS, apply, applies
+from swiftkit.quantize.folds import FOLDS, applies, apply
 from swiftkit.quantize.gram import Gram
 from swiftkit.quantize.grid import Grid, Scheme, find_grid
 
@@ -44,7 +44,7 @@ def fold_scales(
         if not applies(block, fold) or any(gram is None or not gram.rows for gram in known):
             continue
         gram = grams[fold.after[0]]
-        weights = [block.get_submodule(name).weight.float() for name in fold.after]  # type: ignore[operator]
+        weights = [block.get_parameter(f"{name}.weight").float() for name in fold.after]
         scales = search_scales(torch.cat(weights), gram, scheme)
         if scales is None:
             continue
@@ -83,7 +83,7 @@ def _loss(scaled: Tensor, weight: Tensor, gram: Gram, scheme: Scheme, scales: Te
 
 
 def _candidates(weight: Tensor, gram: Gram, scheme: Scheme) -> Iterable[Tensor]:
-    """x^r, and x^r / w^(1-r), for the mean input x of each channel and its weights' mean share w of a group."""
+    """x^r, and x^r / w^(1-r), for a channel's mean input x and its weights' mean share w of a group."""
     inputs = gram.magnitudes / gram.rows
     inputs = inputs.clamp(min=float(inputs.mean()) * LEAST_CHANNEL)
     grouped = weight.abs().view(weight.shape[0], -1, scheme.group(weight.shape[1]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from swiftkit.formats.codes import Codes
 from swiftkit.quantize import awq, fp8, gptq
 from swiftkit.quantize.gram import Gram, Inputs, owners
-from swiftkit.quantize.grid import Grid, find_grid
+from swiftkit.quantize.grid import find_grid
 from swiftkit.quantize.layout import Layout
 from swiftkit.quantize.report import LinearError
 
@@ -114,8 +114,11 @@ def _quantize_linears(
 
 def _split(codes: Codes, heights: list[int]) -> list[Codes]:
     """The codes of matrices that were one above the other."""
-    parts = zip(*(t.split(heights) for t in (codes.values, codes.scales, codes.zeros)), strict=True)
-    return [Codes(*part, codes.bits, codes.group_size) for part in parts]
+    values, scales, zeros = (t.split(heights) for t in (codes.values, codes.scales, codes.zeros))
+    return [
+        Codes(*part, bits=codes.bits, group_size=codes.group_size)
+        for part in zip(values, scales, zeros, strict=True)
+    ]
 
 
 def _error(

@@ -43,8 +43,8 @@ def solve(weight: Tensor, gram: Gram, grid: Grid, *, damping: float, act_order: 
         weight: [out, in].
         gram: of its input.
         grid: scales and zero points, found beforehand: groups are static.
-        damping: share of the mean of the Gram matrix's diagonal that is added to it; it doubles as long as the
-            factorisation fails.
+        damping: share of the mean of the Gram matrix's diagonal that is added to it; it doubles as long as
+            the factorisation fails.
         act_order: columns with the largest inputs come first.
     """
     weight = weight.float()
@@ -60,9 +60,7 @@ def solve(weight: Tensor, gram: Gram, grid: Grid, *, damping: float, act_order: 
     return Solved(grid.codes(values), used, dead)
 
 
-def _factor(
-    gram: Gram, damping: float, act_order: bool
-) -> tuple[tuple[Tensor, Tensor] | None, float | None]:
+def _factor(gram: Gram, damping: float, act_order: bool) -> tuple[tuple[Tensor, Tensor] | None, float | None]:
     """The upper Cholesky factor of the inverse, the order of its columns, and the damping that it took."""
     hessian = gram.products / gram.rows
     diagonal = hessian.diagonal()

@@ -125,8 +125,7 @@ def choose(
             raise UserError("--method fp8 has 8 bits and --format compressed-tensors; leave both on auto")
         return Layout(chosen, method, None, damping, act_order)
     bits = 4 if bits == "auto" else bits
-    if symmetric == "auto":
-        symmetric = chosen != "awq"
+    symmetric = chosen != "awq" if symmetric == "auto" else bool(symmetric)
     if bits not in BITS[chosen]:
         known = " or ".join(map(str, BITS[chosen]))
         raise UserError(f"--format {chosen} holds {known} bits, not --bits {bits}")
@@ -136,4 +135,4 @@ def choose(
         raise UserError("--format compressed-tensors has no zero points here; leave --sym on auto, or true")
     scale = dtype if chosen == "compressed-tensors" else torch.float16
     least = gptq.LEAST_ZERO if chosen == "gptq" else 0
-    return Layout(chosen, method, Scheme(bits, group_size, symmetric, scale, least), damping, act_order)
+    return Layout(chosen, method, Scheme(bits, group_size, bool(symmetric), scale, least), damping, act_order)

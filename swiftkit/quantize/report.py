@@ -98,8 +98,8 @@ class Report:
         held = "held-out text" if quality["held_out"] else "the calibration's own text: nothing was held out"
         said = [
             f"quality   perplexity {quality['perplexity_before']:.3f} before, "
-            f"{quality['perplexity_after']:.3f} after ({self.increase:+.2%}), on {quality['tokens']:,} tokens of "
-            f"{held}; the likeliest token is the same in {quality['top1_agreement']:.1%} of places",
+            f"{quality['perplexity_after']:.3f} after ({self.increase:+.2%}), on {quality['tokens']:,} "
+            f"tokens of {held}; the likeliest token is the same in {quality['top1_agreement']:.1%} of places",
             f"layers    error of the {what}: {statistics.mean(one.error for one in self.linears):.2%} in the "
             f"mean, {worst.error:.2%} at most ({worst.name})",
             f"size      {size['before'] / 1e9:,.3f} GB before, {size['after'] / 1e9:,.3f} GB after "

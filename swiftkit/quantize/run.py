@@ -1,7 +1,7 @@
 """The quantization of a model: one decoder layer at a time, in three streams of activations.
 
-The calibration goes through what is already quantized, so that each layer is fitted to the inputs that it will
-get. The judged text goes through the model as it was, and through the quantized one.
+The calibration goes through what is already quantized, so that each layer is fitted to the inputs that it
+will get. The judged text goes through the model as it was, and through the quantized one.
 """
 
 from __future__ import annotations

@@ -61,11 +61,13 @@ class StreamedModel:
     def __init__(self, source: Source, *, description: Any, device: torch.device, dtype: torch.dtype):
         self._source, self.device, self.dtype = source, device, dtype
         self._stored = {tensor.name: tensor for tensor in source.tensors}
-        vocabulary = next((t.shape[0] for t in source.tensors if t.name.endswith("embed_tokens.weight")), None)
+        embedding = (t for t in source.tensors if t.name.endswith("embed_tokens.weight"))
+        vocabulary = next((t.shape[0] for t in embedding), None)
         self.model = skeleton(description, vocabulary).eval()
         make_buffers(self.model, device)
-        self.inner: Any = self.model.base_model
-        self.layers: nn.ModuleList = self.inner.layers
+        inner: Any = self.model.base_model
+        self.inner = inner
+        self.layers: nn.ModuleList = inner.layers
         names = {module: name for name, module in self.model.named_modules()}
         self.prefixes = [f"{names[layer]}." for layer in self.layers]
         self._load_ends()
