@@ -13,7 +13,7 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test lint types wheel clean
+.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test interop lint types wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,11 @@ test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of 
 test-multigpu:  ## what needs several GPUs, likewise
 	$(PYTHON) $(PYTEST) -m multigpu
 
+INTEROP := .interop
+interop: $(INTEROP)/auto-gptq/.installed $(INTEROP)/gptqmodel/.installed $(INTEROP)/compressed/.installed $(VENV)/.installed  ## quantized models, read by auto-gptq, gptqmodel and transformers (make interop TEXT=FILE)
+	@test -n "$(TEXT)" || { echo "give a text to calibrate on: make interop TEXT=my.txt" >&2; exit 1; }
+	$(VENV)/bin/python benchmarks/quantize_interop.py --envs $(INTEROP) --dataset $(TEXT)
+
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -54,8 +59,29 @@ wheel: $(VENV)/.installed  ## build dist/swiftkit-*.whl, with the recipes and da
 	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:  ## remove environments, builds and caches; runs in output/ stay
-	rm -rf $(VENV) $(OLDEST) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(INTEROP) dist build .pytest_cache .mypy_cache .ruff_cache
 	find swiftkit tests -type d -name __pycache__ -exec rm -rf {} +
+
+# ---- environments of other readers; their packages exclude each other's versions, and ours -----------------
+
+$(INTEROP)/auto-gptq/.installed:
+	$(PYTHON) -m venv $(INTEROP)/auto-gptq
+	$(INTEROP)/auto-gptq/bin/python $(PIP_INSTALL) torch==2.13.0 transformers==4.57.6 tokenizers==0.22.2 \
+		huggingface_hub==0.36.2 peft==0.17.1 datasets==3.6.0 accelerate==1.7.0 numpy==2.4.6 rouge gekko sentencepiece
+	$(INTEROP)/auto-gptq/bin/python $(PIP_INSTALL) --no-deps auto-gptq==0.7.1
+	@touch $@
+
+$(INTEROP)/gptqmodel/.installed:
+	$(PYTHON) -m venv $(INTEROP)/gptqmodel
+	$(INTEROP)/gptqmodel/bin/python $(PIP_INSTALL) torch==2.13.0 transformers==5.24.0 numpy==2.2.6 setuptools wheel
+	$(INTEROP)/gptqmodel/bin/python $(PIP_INSTALL) --no-build-isolation gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6
+	@touch $@
+
+$(INTEROP)/compressed/.installed:
+	$(PYTHON) -m venv $(INTEROP)/compressed
+	$(INTEROP)/compressed/bin/python $(PIP_INSTALL) torch==2.13.0 transformers==5.24.0 numpy==2.4.6 accelerate \
+		compressed-tensors==0.20.1
+	@touch $@
 
 # ---- environments: a stamp is newer than what it was installed from ----------------------------------------
 

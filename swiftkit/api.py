@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkit import flags, registry, support
-from swiftkit.config import Config, ConfigT, EvalConfig, MergeConfig, ReportConfig, SftConfig, build
+from swiftkit.config import (
+    Config,
+    ConfigT,
+    EvalConfig,
+    MergeConfig,
+    QuantizeConfig,
+    ReportConfig,
+    SftConfig,
+    build,
+)
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,6 +99,27 @@ def merge(adapters: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path
     """
     config = configure(MergeConfig, "merge", {"adapters": adapters, "output_dir": output_dir, **knobs})
     from swiftkit.export.merge import merge as run
+
+    return run(config)
+
+
+def quantize_model(checkpoint: str | Path, output_dir: str | Path, /, **knobs: Any) -> Path:
+    """A model in fewer bits, judged; what `swiftkit quantize` does.
+
+    Args:
+        checkpoint: a model's name or folder, or a checkpoint or run with an adapter.
+        output_dir: the folder to make.
+        knobs: the flags of `swiftkit quantize --help`.
+
+    Returns:
+        The folder; its quantize_report.json has every number.
+
+    Raises:
+        UserError: naming what is wrong, or by how much the perplexity rose.
+    """
+    given = {"checkpoint": checkpoint, "output_dir": output_dir}
+    config = configure(QuantizeConfig, "quantize", {**given, **knobs})
+    from swiftkit.export.quantize import quantize as run
 
     return run(config)
 

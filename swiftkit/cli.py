@@ -19,6 +19,7 @@ from swiftkit.config import (
     EvalConfig,
     MergeConfig,
     PreviewConfig,
+    QuantizeConfig,
     ReportConfig,
     SftConfig,
     StatsConfig,
@@ -183,6 +184,21 @@ def _merge(words: Words) -> None:
     merge(config)
 
 
+def _quantize(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(QuantizeConfig, "quantize MODEL|CHECKPOINT OUT", file=False))
+        return
+    first, rest = _before_flags(words)
+    if len(first) > 2:
+        raise UserError(f"quantize takes a model or checkpoint and a folder to make, not {len(first)} words")
+    _, knobs = flags.parse(QuantizeConfig, rest, file=False)
+    given = dict(zip(("checkpoint", "output_dir"), first, strict=False))
+    config = configure(QuantizeConfig, "quantize", {**given, **knobs})
+    from swiftkit.export.quantize import quantize
+
+    quantize(config)
+
+
 def _doctor(words: Words) -> None:
     if _asks_help(words):
         print(flags.describe(DoctorConfig, "doctor", file=False))
@@ -308,6 +324,7 @@ VERBS: dict[str, Verb] = {
     "eval": Verb("loss, perplexity and exact match of a model, or of a tuned one", _eval),
     "data": Verb("look at rows as the model sees them, and count them", _data),
     "merge": Verb("base plus adapter as one model; to the hub, to GGUF", _merge),
+    "quantize": Verb("a model in fewer bits, judged: GPTQ, AWQ, FP8, plain rounding", _quantize),
     "report": Verb("one page on one or several runs", _report),
     "download": Verb("fetch a model", _download),
     "doctor": Verb("is this machine ready? GPUs, links, disk, versions; --bench measures", _doctor),

@@ -63,7 +63,7 @@ _VERBS = [
     Entry("pt", "verb", "translated", "sft", "rows of plain `text` are trained on every token"),
     Entry("infer", "verb", "translated", "chat", "--prompt answers one prompt and ends"),
     Entry("rlhf", "verb", "not yet", None, "dpo, reward, ppo and grpo will be verbs of their own"),
-    Entry("export", "verb", "translated", "merge", "CHECKPOINT OUT; pushes and converts; no AWQ or GPTQ yet"),
+    Entry("export", "verb", "translated", "merge", "CHECKPOINT OUT; pushes, converts; AWQ, GPTQ: `quantize`"),
     Entry("merge-lora", "verb", "translated", "merge", "CHECKPOINT OUT"),
     Entry("eval", "verb", "accepted", "eval", "over files of rows, or --tasks of lm-evaluation-harness"),
     Entry("deploy", "verb", "not yet", None, "vLLM serves the adapter, which is in PEFT's format"),

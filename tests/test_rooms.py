@@ -166,6 +166,8 @@ print(json.dumps({"code": code or 0, "heavy": heavy}))
         (["doctor", "--help"], 0),
         (["launch", "--help"], 0),
         (["launch", "slurm"], 2),
+        (["quantize", "--help"], 0),
+        (["quantize", "smollm2-135m", "out", "--dataset", "x.jsonl", "--bits", "5"], 2),
         (["ls"], 0),
         (["show", "llama3-70b"], 0),
         (["sft", "--modle", "smollm2-135m"], 2),

