@@ -33,6 +33,8 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "sft": Method("sft", "supervised fine-tuning", {}),
     "qlora": Method("sft", "supervised fine-tuning over a 4-bit base", {"base_precision": "nf4"}),
+    "dpo": Method("dpo", "learning from chosen and rejected answers", {}),
+    "reward": Method("reward", "a model that scores answers", {}),
 }
 
 

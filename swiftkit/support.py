@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
-    from swiftkit.config import SftConfig
+    from swiftkit.config import RunConfig
 
 OUTSIDE_LAYERS = ("embed_tokens", "lm_head")  # modules that no decoder layer holds
 SHAPE = ("lora_rank", "lora_alpha", "target_modules")
@@ -84,7 +84,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def asked(config: SftConfig) -> set[str]:
+def asked(config: RunConfig) -> set[str]:
     """The features that a config uses."""
     full = config.tuner_type == "full"
     inner = [name for name in config.modules_to_save if name.rpartition(".")[2] not in OUTSIDE_LAYERS]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftkit import support
-from swiftkit.config import SftConfig
+from swiftkit.config import RunConfig
 from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Engine, FullSpec, LoraSpec
 from swiftkit.engine.build import NewRows, describe, is_tied, skeleton, trained_whole
@@ -47,7 +47,7 @@ class Tuning:
     """
 
     spec: Spec
-    config: SftConfig
+    config: RunConfig
     base: LocalModel
     description: Any
     new_rows: NewRows = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Tuning:
         ]
 
 
-def plan_tuning(config: SftConfig, base: LocalModel, tokenizer: PreTrainedTokenizerFast) -> Tuning:
+def plan_tuning(config: RunConfig, base: LocalModel, tokenizer: PreTrainedTokenizerFast) -> Tuning:
     """Decide what is trained; `tokenizer` gets the new tokens.
 
     Raises:
@@ -237,7 +237,7 @@ def _ends(description: Any) -> tuple[str, ...]:
 
 
 def _from_adapter(
-    config: SftConfig, base: LocalModel, description: Any, tokenizer: PreTrainedTokenizerFast
+    config: RunConfig, base: LocalModel, description: Any, tokenizer: PreTrainedTokenizerFast
 ) -> Tuning:
     """Go on from an adapter: what it is, it brings, new tokens too; only dropout is the new run's."""
     folder = find_checkpoint(Path(config.init_adapter or "").expanduser())
@@ -299,7 +299,7 @@ def _learn_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         )
 
 
-def _same(name: str, config: SftConfig, brought: Mapping[str, Any], description: Any) -> bool:
+def _same(name: str, config: RunConfig, brought: Mapping[str, Any], description: Any) -> bool:
     """Whether a knob says what the adapter has; targets and modules may be written in several ways."""
     asked = getattr(config, name)
     if name == "target_modules":
