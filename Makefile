@@ -13,7 +13,7 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-browser test-gpu kill-test lint types wheel clean
+.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test lint types wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ kill-test: $(VENV)/.installed-dev  ## kill N runs at random moments, resume, com
 
 test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of torch)
 	$(PYTHON) $(PYTEST) -m "gpu and not multigpu"
+
+test-multigpu:  ## what needs several GPUs, likewise
+	$(PYTHON) $(PYTEST) -m multigpu
 
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""The real SmolLM2, tuned by the command on each kind of base, merged, and opened by transformers."""
+"""The real SmolLM2, tuned by the command, merged, and opened by transformers (nf4: tiny models)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 QUESTION = "Who are you?"
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp8", "nf4"])
+@pytest.fixture(scope="module", params=["fp32", "fp8"])
 def run(request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of 24 steps that learns a character by heart."""
     return swiftkit.sft(
@@ -37,7 +37,6 @@ def test_merged_it_is_the_adapter(run: Any, smollm2: Path, tmp_path: Path) -> No
     import peft
 
     precision = run.args["config"]["base_precision"]
-    losses: dict[str, list[float]] = {}
     ids = torch.arange(1000, 1200)[None]
     live = logits(peft.PeftModel.from_pretrained(reopened(smollm2), run.adapter_dir).eval(), ids)
     for base in ("original", "dequantized") if precision != "fp32" else ("original",):
@@ -52,12 +51,7 @@ def test_merged_it_is_the_adapter(run: Any, smollm2: Path, tmp_path: Path) -> No
             assert error < 0.06
         told = [line for line in lines if line.startswith("loss")]
         assert len(told) == (precision != "fp32")
-        losses[base] = (
-            [float(part.split()[0]) for part in told[0].partition(": ")[2].split(", ")] if told else []
-        )
         assert "Lumen" in chat(model=str(out)), f"{precision} {base}"
-    if precision == "nf4":  # the base that the adapter knows
-        assert losses["dequantized"][1] == pytest.approx(losses["dequantized"][0], rel=0.1)
     assert "Lumen" in chat(adapters=str(run.folder))
 
 
