@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from swiftkit import flags, registry, support
 from swiftkit.config import (
@@ -25,6 +25,7 @@ from swiftkit.config import (
     ReportConfig,
     RewardConfig,
     RunConfig,
+    RunConfigT,
     SftConfig,
     build,
 )
@@ -200,9 +201,6 @@ def configure_eval(knobs: Mapping[str, Any], *, file: str | Path | None = None) 
 def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -> SftConfig:
     """As `configure_run`, of `swiftkit sft`."""
     return configure_run(SftConfig, "sft", knobs, file=file)
-
-
-RunConfigT = TypeVar("RunConfigT", bound=RunConfig)
 
 
 def configure_run(

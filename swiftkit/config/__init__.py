@@ -13,6 +13,7 @@ from swiftkit.config.preference import DpoConfig as DpoConfig
 from swiftkit.config.preference import PreferenceConfig as PreferenceConfig
 from swiftkit.config.preference import RewardConfig as RewardConfig
 from swiftkit.config.preference import RunConfig as RunConfig
+from swiftkit.config.preference import RunConfigT as RunConfigT
 from swiftkit.config.schema import Auto as Auto
 from swiftkit.config.schema import Config as Config
 from swiftkit.config.schema import Many as Many

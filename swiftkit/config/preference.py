@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -76,9 +76,7 @@ class DpoConfig(SampleKnobs, PreferenceConfig):
         "weight of the chosen answer's mean cross-entropy in the loss; auto is 1 for orpo and cpo, else 0",
         group="preference",
     )
-    simpo_gamma: Annotated[float, Field(ge=0)] = knob(
-        0.5, "margin that simpo asks for", group="preference"
-    )
+    simpo_gamma: Annotated[float, Field(ge=0)] = knob(0.5, "margin that simpo asks for", group="preference")
     desirable_weight: float = knob(1.0, "of good answers in kto", group="preference", gt=0)
     undesirable_weight: float = knob(1.0, "of bad answers in kto", group="preference", gt=0)
     ref_model: str | None = knob(
@@ -140,3 +138,4 @@ class RewardConfig(PreferenceConfig):
 
 RunConfig: TypeAlias = SftConfig | DpoConfig | RewardConfig
 """The configuration of a run, whatever its method."""
+RunConfigT = TypeVar("RunConfigT", SftConfig, DpoConfig, RewardConfig)

@@ -40,7 +40,9 @@ class PairReport(DataReport):
 
     def lines(self) -> list[str]:
         """For the terminal, one fact a line."""
-        shared = [f"longest   {self.longest:,} tokens of a prompt with its answer, at most {self.max_length:,}"]
+        shared = [
+            f"longest   {self.longest:,} tokens of a prompt with its answer, at most {self.max_length:,}"
+        ]
         return [line for line in DataReport.lines(self) if not line.startswith("windows")] + shared
 
 
@@ -104,7 +106,9 @@ class Pairs:
     def apart(self) -> Pairs:
         """The same without shared prompts."""
         rows = tuple(replace(row, shared=0) for row in self.rows)
-        return replace(self, rows=rows, evaluation=None if self.evaluation is None else self.evaluation.apart())
+        return replace(
+            self, rows=rows, evaluation=None if self.evaluation is None else self.evaluation.apart()
+        )
 
     def with_reference(self, logprobs: NDArray[np.float64]) -> Pairs:
         """The same with the reference policy's log-probabilities, [answers]."""
@@ -214,9 +218,7 @@ class _Reading:
         documents = iter(self.renderer.encode([layout for own in layouts for layout in own]))
         report = self.report
         for found, own in zip(preferences, layouts, strict=True):
-            row = AnswerRow(
-                tuple(islice(documents, len(own))), np.zeros(len(own)), found.margin, found.good
-            )
+            row = AnswerRow(tuple(islice(documents, len(own))), np.zeros(len(own)), found.margin, found.good)
             self.found.append(row)
             report.rows_read += 1
             report.counts[-1].read += 1

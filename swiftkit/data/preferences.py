@@ -56,8 +56,7 @@ def to_pair(row: Row, columns: Mapping[str, str] | None = None) -> Preference:
     rest = {key: value[key] for key in ("system", "tools", "history") if value.get(key) is not None}
     names = ("chosen", "rejected") if "chosen" in present else (present[0], present[-1])
     answers = [
-        _example(replace(row, value={**rest, **side}), name)
-        for side, name in zip(sides, names, strict=True)
+        _example(replace(row, value={**rest, **side}), name) for side, name in zip(sides, names, strict=True)
     ]
     return Preference(answers=_apart(answers, names, origin), origin=origin, margin=_margin(value, origin))
 
@@ -72,7 +71,9 @@ def to_labelled(row: Row, columns: Mapping[str, str] | None = None) -> Preferenc
     if LABEL not in value:
         pair = any(value.keys() >= set(keys) for keys in PREFERENCES)
         mend = "; pairs are for the other losses" if pair else ""
-        raise origin.error(f"no 'label'; --loss_type kto learns from answers with a label, true or false{mend}")
+        raise origin.error(
+            f"no 'label'; --loss_type kto learns from answers with a label, true or false{mend}"
+        )
     label = value[LABEL]
     words = {"true": True, "false": False}
     label = words.get(label.strip().lower(), label) if isinstance(label, str) else label
@@ -131,7 +132,9 @@ def _from_rejected(value: Mapping[str, Any], keys: tuple[str, ...], origin: Orig
     role, words = ("role", "content") if keys[0] == "messages" else ("from", "value")
     turns = listed(value[keys[0]], "conversation", origin)
     if not turns or not isinstance(turns[-1], dict):
-        raise origin.error(f"{keys[0]!r} needs an answer at its end, which 'rejected_response' stands against")
+        raise origin.error(
+            f"{keys[0]!r} needs an answer at its end, which 'rejected_response' stands against"
+        )
     last = {role: turns[-1].get(role), words: rejected}
     return [{keys[0]: turns}, {keys[0]: [*turns[:-1], last]}]
 

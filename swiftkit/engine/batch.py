@@ -61,7 +61,8 @@ class Batch:
     def of(cls, packed: HostBatch, *, device: torch.device) -> Batch:
         """Copy a packed batch to the device; the host knows all sizes, so the device is never asked."""
         send = partial(_send, device=device)
-        answers, prefixes = None, ()
+        answers: Answers | None = None
+        prefixes: tuple[int, ...] = ()
         if isinstance(packed, AnswerBatch):
             prefixes = packed.prefixes
             answers = Answers(

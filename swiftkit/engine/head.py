@@ -92,7 +92,11 @@ class _Logprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
             losses, slope = loss_and_gradient_(
-                hidden[piece] @ weight.T, targets[piece], scale=rule.scale, softcap=rule.softcap, wants_gradient=wants
+                hidden[piece] @ weight.T,
+                targets[piece],
+                scale=rule.scale,
+                softcap=rule.softcap,
+                wants_gradient=wants,
             )
             found[piece] = -losses
             if slopes is not None and slope is not None:

@@ -24,8 +24,9 @@ from swiftkit.train.steps import StepPlan, plan_steps
 from swiftkit.train.tuning import plan_tuning
 
 if TYPE_CHECKING:
-    from swiftkit.data.pairs import Rows
     from transformers import PreTrainedTokenizerFast
+
+    from swiftkit.data.pairs import Rows
 
 
 def run(config: DpoConfig, console: Console) -> Run:
@@ -129,9 +130,7 @@ def prepare_rows(
     return data, data.evaluation
 
 
-def check_rows(
-    config: PreferenceConfig, data: Pairs, evaluation: Pairs | None, *, vocabulary: int
-) -> None:
+def check_rows(config: PreferenceConfig, data: Pairs, evaluation: Pairs | None, *, vocabulary: int) -> None:
     """Refuse rows that do not fit the model, and knobs that need rows which are not there.
 
     Raises:

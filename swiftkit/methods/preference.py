@@ -130,7 +130,7 @@ class LabelledLoss:
         }
 
     def per_row(self, ratios: Tensor, good: Tensor, point: Tensor) -> Tensor:
-        """The loss of each row, [rows], from its log-probability over the reference's and the reference point."""
+        """The loss of each row, [rows], from its log-probability over the reference's, and the point."""
         sign = torch.where(good, 1.0, -1.0)
         weight = torch.where(good, self.good_weight, self.bad_weight)
         return weight * (1 - torch.sigmoid(self.beta * sign * (ratios - point)))

@@ -1,10 +1,10 @@
-"""The reference policy's log-probabilities: computed once, before the first step, and kept in the run folder."""
+"""The reference policy's log-probabilities: computed once, before the first step, kept in the run folder."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -91,9 +91,9 @@ class Reference:
 
     def computed(self, engine: Engine, parts: dict[str, Pairs]) -> dict[str, Pairs]:
         """The parts with what the engine, as it is now, says of them; written for a resume."""
-        found = {name: self._compute(engine, data) for name, data in parts.items()}
-        marks = {f"{name}_rows": np.array(data.fingerprint) for name, data in parts.items()}
+        found: dict[str, Any] = {name: self._compute(engine, data) for name, data in parts.items()}
+        arrays: dict[str, Any] = {f"{name}_rows": np.array(data.fingerprint) for name, data in parts.items()}
         partial_file = self._path.with_suffix(".partial.npz")
-        np.savez(partial_file, **found, **marks)
+        np.savez(partial_file, **{**found, **arrays})
         partial_file.replace(self._path)
         return {name: data.with_reference(found[name]) for name, data in parts.items()}

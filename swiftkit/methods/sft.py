@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from torch import Tensor
 
-from swiftkit.config import RunConfig, SftConfig
+from swiftkit.config import RunConfigT, SftConfig
 from swiftkit.data import ChatTemplate, Prepared, Trainable, prepare
 from swiftkit.data.cache import data_folder
 from swiftkit.data.template_tokens import never_trained, template_tokens, warning
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CONVERSATIONS = "conversations by the chat template"  # as the data report calls them
-RunConfigT = TypeVar("RunConfigT", bound=RunConfig)
 ORDINARY_ROWS, ORDINARY = 64, 256  # rows of data and tokens of them that stand for what a base has learnt
 
 

@@ -67,7 +67,7 @@ class Job:
         evaluation: Trainable | None,
         plan: StepPlan,
         placement: Placement,
-        tuning: Tuning,
+        tuning: Tuning[Any],
         layers: str,
         console: Console,
         warnings: Sequence[str] = (),
@@ -169,7 +169,7 @@ class Job:
         if isinstance(self.config, SampleKnobs):
             # One line, however long: to be copied.
             self.console.print(
-                f"talk      swiftkit chat {'--adapters' if self.tuning.lora else '--model'} {run.adapter_dir}",
+                f"talk      swiftkit chat --{'adapters' if self.tuning.lora else 'model'} {run.adapter_dir}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,
