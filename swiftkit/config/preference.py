@@ -31,13 +31,13 @@ class PairKnobs(RowLossKnobs, SourceKnobs):
     )
     truncation_strategy: TruncationStrategy = knob(
         "drop",
-        "what happens to a pair with a longer side: dropped and counted, or both sides cut; left takes the same "
-        "tokens off both, so that they keep one prompt",
+        "what happens to a pair with a longer side: dropped and counted, or both sides cut; left takes the "
+        "same tokens off both, so that they keep one prompt",
         group="data",
     )
     share_prompt: bool = knob(
         True,
-        "what two answers have in common is computed once; fused layers on a GPU compute it twice all the same",
+        "what two answers begin with is computed once; fused layers on a GPU compute it twice all the same",
         group="data",
     )
 
@@ -81,7 +81,7 @@ class DpoConfig(SampleKnobs, PreferenceConfig):
     undesirable_weight: float = knob(1.0, "of bad answers in kto", group="preference", gt=0)
     ref_model: str | None = knob(
         None,
-        "the reference policy: a name, a hub id, a folder or a checkpoint; without it what training starts from",
+        "the reference policy: a name, hub id, folder or checkpoint; without it what training starts from",
         group="preference",
     )
 

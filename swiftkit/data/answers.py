@@ -1,7 +1,7 @@
 """Batches of whole answers: each has a log-probability or a score, and may share its beginning with another.
 
-Two answers to one prompt lie in a row as prompt, first rest, second rest. Positions of both rests go on from the
-prompt's, and attention (`prefixes`) lets each see the prompt and itself.
+Two answers to one prompt lie in a row as prompt, first rest, second rest. Positions of both rests go on from
+the prompt's, and attention (`prefixes`) lets each see the prompt and itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AnswerBatch:
 
     Attributes:
         input_ids, position_ids: int64 [tokens].
-        positions: int64 [targets], where an answer's token is predicted; one that two answers share comes twice.
+        positions: int64 [targets], where an answer's token is predicted; one that both share comes twice.
         targets: int64 [targets], the token that follows there.
         lengths: tokens of each segment.
         prefixes: for each segment the one whose keys it sees besides its own, or -1; empty where all are -1.

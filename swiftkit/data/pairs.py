@@ -140,7 +140,7 @@ def prepare_pairs(
         sources: what `read` takes.
         tokenizer: a fast one with a chat template where rows are conversations.
         max_length: tokens of a prompt with one of its answers.
-        kind: pairs of answers, or single ones with a label (and then a mismatched one for each, see `_mismatched`).
+        kind: pairs of answers, or single ones with a label (which get a mismatched one each, for kto).
         truncation_strategy: what happens to a row with a longer side.
         share_prompt: what both sides begin with is computed once.
         system, columns, thinking_history, skip_bad_rows, max_dropped, streaming: as for `prepare`.
@@ -317,7 +317,7 @@ def _finished(rows: Sequence[AnswerRow], report: DataReport, kind: Rows, share_p
 
 
 def _mismatched(rows: Sequence[AnswerRow], size: int) -> list[AnswerRow]:
-    """Each labelled row with its prompt before the next row's answer, from which kto estimates the divergence.
+    """Each labelled row with its prompt before the next row's answer, for kto's estimate of the divergence.
 
     Source: KTO (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), section 4.2.
     """

@@ -140,7 +140,7 @@ def _from_rejected(value: Mapping[str, Any], keys: tuple[str, ...], origin: Orig
 
 
 def _common(chosen: str, rejected: str) -> int:
-    """Characters of the prompt that two whole texts begin with: up to a space, and none where they are one."""
+    """Characters of the prompt that two whole texts begin with: up to a space; none where they are one."""
     if chosen == rejected:
         return 0
     shorter = min(len(chosen), len(rejected))

@@ -15,7 +15,7 @@ from swiftkit.engine.attention import AttentionPlan
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Which targets are one answer, and what is known of it; a row of preferences has the same number of them.
+    """Which targets are one answer, and what is known of it; each row has the same number of answers.
 
     Args:
         owner: int64 [targets], the answer that each belongs to.

@@ -79,8 +79,8 @@ class Head:
 class _Logprobs(torch.autograd.Function):
     """log p of each target, and what its gradient is per unit, in one pass over chunks of positions.
 
-    Where the weight is trained, its gradient is made in the backward from logits that are computed again: how much
-    each position counts is not known before.
+    Where the weight is trained, its gradient is made in the backward from logits that are computed again: how
+    much each position counts is not known before.
     """
 
     @staticmethod

@@ -89,9 +89,11 @@ def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say, scores: boo
     folder = where.adapter
     spec, tensors = (None, {}) if folder is None else load_adapter(folder)
     if scores != (spec is not None and spec.scores):
-        kind = "no reward model: `swiftkit reward` makes one" if scores else (
-            "a reward model: it writes no answers; swiftkit.reward_model(...) loads it, and .score() scores them"
-        )  # fmt: skip
+        kind = (
+            "no reward model; `swiftkit reward` makes one"
+            if scores
+            else "a reward model, which writes no answers; swiftkit.reward_model(...).score() scores them"
+        )
         raise UserError(f"{folder or where.model} is {kind}")
     model = _open_base(where, knobs, say)
     description = describe(model.path)

@@ -1,4 +1,4 @@
-"""Direct preference optimization and its kin: answers become likelier or less likely than the reference has them."""
+"""Direct preference optimization and its kin: chosen answers become likelier than a reference has them."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class PairLoss:
                 PER_TOKEN.
 
         Sources: DPO https://arxiv.org/abs/2305.18290 (7), IPO 2310.12036 (17), hinge 2305.10425, robust DPO
-        2403.00409 (10), ORPO 2403.07691 (6), SimPO 2405.14734 (6), CPO 2401.08417 (5); smoothing is that of cDPO
-        (https://ericmitchell.ai/cdpo.pdf).
+        2403.00409 (10), ORPO 2403.07691 (6), SimPO 2405.14734 (6), CPO 2401.08417 (5); smoothing is that of
+        cDPO (https://ericmitchell.ai/cdpo.pdf).
         """
         difference = chosen - rejected
         scaled = self.beta * difference
