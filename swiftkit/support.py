@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from swiftkit.config import DpoConfig, RewardConfig
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ FEATURES: dict[str, Feature] = {
         fused="all but the adapters is frozen in them",
     ),
     "adamw_8bit": Feature("--optim adamw_8bit"),
+    "dpo": Feature("swiftkit dpo"),
+    "reward": Feature("swiftkit reward", never_with=(("full", "a reward model is an adapter with a head"),)),
 }
 
 
@@ -103,6 +106,8 @@ def asked(config: RunConfig) -> set[str]:
         "new_tokens": bool(config.new_tokens),
         "init_adapter": config.init_adapter is not None,
         "adamw_8bit": config.optim == "adamw_8bit",
+        "dpo": isinstance(config, DpoConfig),
+        "reward": isinstance(config, RewardConfig),
     }
     return {name for name, used in uses.items() if used}
 

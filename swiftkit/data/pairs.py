@@ -99,6 +99,10 @@ class Pairs:
         """The answers of a row."""
         return list(self.rows[index].documents)
 
+    def tokens_of(self, indices: Sequence[int]) -> int:
+        """Tokens that some rows put through the model."""
+        return sum(self.rows[index].tokens for index in indices)
+
     def collate(self, indices: Sequence[int], *, pad_id: int, pad_to: int | None = None) -> AnswerBatch:
         """Some rows as one batch."""
         return collate_answers([self.rows[index] for index in indices], pad_id=pad_id, pad_to=pad_to)

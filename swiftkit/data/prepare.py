@@ -71,6 +71,10 @@ class Prepared:
         """How many windows there are."""
         return len(self.windows)
 
+    def tokens_of(self, indices: Sequence[int]) -> int:
+        """Tokens of some windows."""
+        return sum(len(document) for index in indices for document in self.window(index))
+
     def collate(self, indices: Sequence[int], *, pad_id: int, pad_to: int | None = None) -> PackedBatch:
         """Some windows as one batch."""
         return collate([self.window(index) for index in indices], pad_id=pad_id, pad_to=pad_to)

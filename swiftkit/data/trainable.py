@@ -40,5 +40,8 @@ class Trainable(Protocol):
     def window(self, index: int) -> list[Document]:
         """The documents of a window, for people."""
 
+    def tokens_of(self, indices: Sequence[int]) -> int:
+        """Tokens that these windows put through the model."""
+
     def collate(self, indices: Sequence[int], *, pad_id: int, pad_to: int | None = None) -> HostBatch:
         """Some windows as one batch."""

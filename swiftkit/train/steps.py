@@ -146,5 +146,5 @@ def _collated(data: Trainable, indices: list[int], plan: StepPlan, pad_id: int) 
         some = indices[start : start + size]
         pad_to = plan.pad_to
         if plan.pad_multiple is not None:
-            pad_to = _round_up(int(data.window_lengths[some].sum()), plan.pad_multiple)
+            pad_to = _round_up(data.tokens_of(some), plan.pad_multiple)
         yield data.collate(some, pad_id=pad_id, pad_to=pad_to)
