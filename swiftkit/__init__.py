@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from swiftkit.api import evaluate, merge, quantize_model, report, sft
+    from swiftkit.api import dpo, evaluate, merge, quantize_model, report, reward, reward_model, sft
     from swiftkit.train.run import Run
 
-__all__ = ["Run", "__version__", "evaluate", "merge", "quantize_model", "report", "sft"]
+_DOORS = ("dpo", "evaluate", "merge", "quantize_model", "report", "reward", "reward_model", "sft")
+
+__all__ = ["Run", "__version__", "dpo", "evaluate", "merge", "quantize_model", "report", "reward", "reward_model", "sft"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the doors when they are used: `import swiftkit` alone stays instant."""
-    if name in ("evaluate", "merge", "quantize_model", "report", "sft"):
+    if name in _DOORS:
         from swiftkit import api
 
         return getattr(api, name)

@@ -18,10 +18,15 @@ from swiftkit import flags, registry, support
 from swiftkit.config import (
     Config,
     ConfigT,
+    DpoConfig,
     EvalConfig,
     MergeConfig,
     QuantizeConfig,
+    ReadyModelKnobs,
     ReportConfig,
+    RewardConfig,
+    RunConfig,
+    RunConfigT,
     SftConfig,
     build,
 )
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from swiftkit.methods.evaluate import Evaluation
+    from swiftkit.methods.scoring import RewardModel
     from swiftkit.train.run import Run
 
 
@@ -48,15 +54,63 @@ def sft(config: str | Path | None = None, /, *, console: Console | None = None, 
     Raises:
         UserError: naming what is wrong, before anything is trained.
     """
-    resolved = configure_sft(knobs, file=config)
-    with warnings.catch_warnings():  # tqdm, which libraries import, misses a widget that no run needs
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        import_module("tqdm.auto")
+    resolved = configure_run(SftConfig, "sft", knobs, file=config)
+    _quiet_tqdm()
     from rich.console import Console
 
     from swiftkit.methods import sft as method
 
     return method.run(resolved, console or Console())
+
+
+def dpo(config: str | Path | None = None, /, *, console: Console | None = None, **knobs: Any) -> Run:
+    """Learn from chosen and rejected answers, or from labelled ones; what `swiftkit dpo` does.
+
+    Args, returned value and errors are those of `sft`; the knobs are the flags of `swiftkit dpo --help`.
+    """
+    resolved = configure_run(DpoConfig, "dpo", knobs, file=config)
+    _quiet_tqdm()
+    from rich.console import Console
+
+    from swiftkit.methods import dpo as method
+
+    return method.run(resolved, console or Console())
+
+
+def reward(config: str | Path | None = None, /, *, console: Console | None = None, **knobs: Any) -> Run:
+    """Train a model that scores answers; what `swiftkit reward` does.
+
+    Args, returned value and errors are those of `sft`; the knobs are the flags of `swiftkit reward --help`.
+    """
+    resolved = configure_run(RewardConfig, "reward", knobs, file=config)
+    _quiet_tqdm()
+    from rich.console import Console
+
+    from swiftkit.methods import reward as method
+
+    return method.run(resolved, console or Console())
+
+
+def reward_model(checkpoint: str | Path, /, **knobs: Any) -> RewardModel:
+    """Load what `swiftkit reward` trained: `.score(conversations)` gives a number for each.
+
+    Args:
+        checkpoint: a checkpoint or a run's folder.
+        knobs: `model`, `model_source`, `revision`, `base_precision`, `device`, `chat_template`.
+
+    Raises:
+        UserError: there is no reward model.
+    """
+    from swiftkit.methods.scoring import RewardModel
+
+    return RewardModel.load(configure(ReadyModelKnobs, "reward", {"adapters": checkpoint, **knobs}))
+
+
+def _quiet_tqdm() -> None:
+    """Import tqdm, which libraries use, without its word on a widget that no run needs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        import_module("tqdm.auto")
 
 
 def evaluate(
@@ -167,6 +221,13 @@ def configure_eval(knobs: Mapping[str, Any], *, file: str | Path | None = None) 
 
 
 def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -> SftConfig:
+    """As `configure_run`, of `swiftkit sft`."""
+    return configure_run(SftConfig, "sft", knobs, file=file)
+
+
+def configure_run(
+    schema: type[RunConfigT], verb: str, knobs: Mapping[str, Any], *, file: str | Path | None = None
+) -> RunConfigT:
     """Flags over file over recipe over the schema's defaults, and what the machine says to them.
 
     All that needs no model is checked first: the model may have to be downloaded, if only for the config.json
@@ -174,15 +235,15 @@ def configure_sft(knobs: Mapping[str, Any], *, file: str | Path | None = None) -
     """
     from swiftkit.formats.named import known_recipe, recipe_of
 
-    known = configure(SftConfig, "sft", knobs, file=file)
+    known = configure(schema, verb, knobs, file=file)
     recipe = known_recipe(known.model)
     _preflight(known)
     if recipe is None:
         recipe = recipe_of(known.model, source=known.model_source, revision=known.revision)
-    defaults = dict(registry.defaults(recipe, "sft"))
+    defaults = dict(registry.defaults(recipe, verb))
     if known.tuner_type == "full":
         defaults.pop("learning_rate", None)  # a recipe's is for an adapter
-    return configure(SftConfig, "sft", knobs, file=file, recipe=defaults)
+    return configure(schema, verb, knobs, file=file, recipe=defaults)
 
 
 def configure(
@@ -230,7 +291,7 @@ def _plain(value: Any, renamed: Mapping[str, str]) -> Any:
     return renamed.get(str(value), value) if isinstance(value, str | int) else value
 
 
-def _preflight(config: SftConfig) -> None:
+def _preflight(config: RunConfig) -> None:
     """What can be known before a model is downloaded.
 
     Raises:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, configure_eval, configure_sft
+from swiftkit.api import configure, configure_eval, configure_run, configure_sft
 from swiftkit.config import (
     ChatConfig,
     Config,
     DownloadConfig,
+    DpoConfig,
     EvalConfig,
     MergeConfig,
     PreviewConfig,
     QuantizeConfig,
     ReportConfig,
+    RewardConfig,
     SftConfig,
     StatsConfig,
 )
@@ -78,6 +80,32 @@ def _sft(words: Words) -> None:
     from swiftkit.methods import sft
 
     sft.run(config, Console())
+
+
+def _dpo(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(DpoConfig, "dpo"))
+        return
+    file, knobs = flags.parse(DpoConfig, words)
+    config = configure_run(DpoConfig, "dpo", knobs, file=file)
+    from rich.console import Console
+
+    from swiftkit.methods import dpo
+
+    dpo.run(config, Console())
+
+
+def _reward(words: Words) -> None:
+    if _asks_help(words):
+        print(flags.describe(RewardConfig, "reward"))
+        return
+    file, knobs = flags.parse(RewardConfig, words)
+    config = configure_run(RewardConfig, "reward", knobs, file=file)
+    from rich.console import Console
+
+    from swiftkit.methods import reward
+
+    reward.run(config, Console())
 
 
 def _chat(words: Words) -> None:
@@ -320,6 +348,8 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": Verb("fine-tune a model on your data", _sft),
+    "dpo": Verb("learn from chosen and rejected answers: DPO and its kin, KTO", _dpo),
+    "reward": Verb("train a model that scores answers", _reward),
     "chat": Verb("talk to a model, or to a tuned one", _chat),
     "eval": Verb("loss, perplexity and exact match of a model, or of a tuned one", _eval),
     "data": Verb("look at rows as the model sees them, and count them", _data),

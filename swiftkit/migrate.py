@@ -62,7 +62,7 @@ _VERBS = [
     Entry("sft", "verb", "accepted", "sft"),
     Entry("pt", "verb", "translated", "sft", "rows of plain `text` are trained on every token"),
     Entry("infer", "verb", "translated", "chat", "--prompt answers one prompt and ends"),
-    Entry("rlhf", "verb", "not yet", None, "dpo, reward, ppo and grpo will be verbs of their own"),
+    Entry("rlhf", "verb", "translated", "dpo", "reward models are `reward`; ppo and grpo are not built yet"),
     Entry("export", "verb", "translated", "merge", "CHECKPOINT OUT; pushes, converts; AWQ, GPTQ: `quantize`"),
     Entry("merge-lora", "verb", "translated", "merge", "CHECKPOINT OUT"),
     Entry("eval", "verb", "accepted", "eval", "over files of rows, or --tasks of lm-evaluation-harness"),
@@ -196,7 +196,7 @@ _TRAINING = [
     *_never("optimizer", "--optim adamw_torch or adamw_8bit"),
     *_never("lr_scheduler_kwargs", "cosine, linear and constant have nothing to set"),
     *_never(
-        "loss_type metric acc_strategy enable_dft_loss enable_channel_loss predict_with_generate",
+        "metric acc_strategy enable_dft_loss enable_channel_loss predict_with_generate",
         "cross entropy over the trained tokens; evaluation gives loss and perplexity",
     ),
     *_never("neftune_noise_alpha router_aux_loss_coef full_determinism", "it is not offered"),
@@ -250,12 +250,20 @@ _CHAT = [
 ]
 
 _ALIGNMENT = [
+    *_never("rlhf_type", "the verbs `dpo` and `reward`; orpo, simpo, cpo and kto are --loss_type of `dpo`"),
+    *_same("beta", "of `dpo`; auto is 0.1, for simpo 2"),
+    *_same("loss_type", "of `dpo`: sigmoid, sigmoid_norm, ipo, hinge, robust, orpo, simpo, cpo or kto"),
+    *_same("ref_model", "of `dpo`; without it the policy that training starts from, its adapter included"),
+    *_ours("ref_adapters", "ref_model", "a checkpoint brings its base"),
+    *_never("ref_model_type ref_model_revision", "what a model is, its config.json says"),
+    *_same("label_smoothing simpo_gamma desirable_weight undesirable_weight", "of `dpo`"),
+    *_same("rpo_alpha", "of `dpo`; auto is 1 for orpo and cpo, else 0"),
+    *_ours("cpo_alpha", "rpo_alpha", "of `dpo` with --loss_type cpo"),
+    *_same("center_rewards_coefficient", "of `reward`"),
+    *_later("ld_alpha discopop_tau loss_weights", "the losses of `dpo --help`, one at a time"),
     *_later(
-        "rlhf_type beta ref_model ref_adapters ref_model_type ref_model_revision label_smoothing "
-        "rpo_alpha ld_alpha discopop_tau loss_weights cpo_alpha simpo_gamma desirable_weight "
-        "undesirable_weight center_rewards_coefficient max_completion_length num_generations "
-        "reward_funcs reward_model reward_weights epsilon num_iterations",
-        "training on preferences and rewards",
+        "max_completion_length num_generations reward_funcs reward_model reward_weights epsilon num_iterations",
+        "ppo and grpo",
     ),
     *_later("lmbda sft_alpha seq_kd teacher_model offload_teacher_model", "distillation"),
 ]

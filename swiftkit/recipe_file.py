@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from swiftkit.config import Config, SftConfig, build
+from swiftkit.config import Config, DpoConfig, RewardConfig, SftConfig, build
 from swiftkit.errors import UserError, nearest
 from swiftkit.registry import METHODS, Default, Recipe, check_served, parameter_count, reasons
 
-SCHEMAS: Mapping[str, type[Config]] = {"sft": SftConfig}
+SCHEMAS: Mapping[str, type[Config]] = {"sft": SftConfig, "dpo": DpoConfig, "reward": RewardConfig}
 EXAMPLE_DATASET = "swiftkit::persona"
 GROUPS = ("model", "data", "adapter", "training", "run")
 WIDTH = 100

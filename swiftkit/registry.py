@@ -33,6 +33,8 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "sft": Method("sft", "supervised fine-tuning", {}),
     "qlora": Method("sft", "supervised fine-tuning over a 4-bit base", {"base_precision": "nf4"}),
+    "dpo": Method("dpo", "learning from chosen and rejected answers", {}),
+    "reward": Method("reward", "a model that scores answers", {}),
 }
 
 
@@ -236,7 +238,9 @@ def reasons(recipe: Recipe | None, method: str) -> dict[str, Default]:
     """Like `defaults`, each value with its reason; a method made of a verb starts from that verb's."""
     made_from = METHODS[method]
     sections: Mapping[str, Mapping[str, Default]] = recipe.defaults if recipe else {}
-    merged = dict(sections.get(made_from.verb, {}))
+    # A template that the tokenizer lacks is lacking in every method.
+    merged = {knob: entry for knob, entry in sections.get("sft", {}).items() if knob == "chat_template"}
+    merged.update(sections.get(made_from.verb, {}))
     merged.update({knob: Default(value, f"what makes it {method}") for knob, value in made_from.sets.items()})
     merged.update(sections.get(method, {}))
     return merged

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from swiftkit.config import DpoConfig, RewardConfig
 from swiftkit.errors import UserError
 
 if TYPE_CHECKING:
-    from swiftkit.config import SftConfig
+    from swiftkit.config import RunConfig
 
 OUTSIDE_LAYERS = ("embed_tokens", "lm_head")  # modules that no decoder layer holds
 SHAPE = ("lora_rank", "lora_alpha", "target_modules")
@@ -81,10 +82,12 @@ FEATURES: dict[str, Feature] = {
         fused="all but the adapters is frozen in them",
     ),
     "adamw_8bit": Feature("--optim adamw_8bit"),
+    "dpo": Feature("swiftkit dpo"),
+    "reward": Feature("swiftkit reward", never_with=(("full", "a reward model is an adapter with a head"),)),
 }
 
 
-def asked(config: SftConfig) -> set[str]:
+def asked(config: RunConfig) -> set[str]:
     """The features that a config uses."""
     full = config.tuner_type == "full"
     inner = [name for name in config.modules_to_save if name.rpartition(".")[2] not in OUTSIDE_LAYERS]
@@ -103,6 +106,8 @@ def asked(config: SftConfig) -> set[str]:
         "new_tokens": bool(config.new_tokens),
         "init_adapter": config.init_adapter is not None,
         "adamw_8bit": config.optim == "adamw_8bit",
+        "dpo": isinstance(config, DpoConfig),
+        "reward": isinstance(config, RewardConfig),
     }
     return {name for name, used in uses.items() if used}
 

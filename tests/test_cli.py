@@ -90,7 +90,7 @@ def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("trian", "no such command: trian (swiftkit --help)"),
         ("chta", "no such command: chta; did you mean chat? (swiftkit --help)"),
-        ("rlhf", "ms-swift's rlhf is not built yet: dpo, reward, ppo and grpo will be verbs of their own"),
+        ("rlhf", "ms-swift's rlhf is dpo here: reward models are `reward`; ppo and grpo are not built yet"),
         ("help sfd", "no help on sfd; did you mean sft?"),
         (
             "sft",

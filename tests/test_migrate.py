@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 
 from swiftkit import migrate
-from swiftkit.config import ChatConfig, EvalConfig, MergeConfig, SftConfig
+from swiftkit.config import ChatConfig, DpoConfig, EvalConfig, MergeConfig, RewardConfig, SftConfig
 from swiftkit.errors import UserError
 from swiftkit.flags import parse
 from swiftkit.migrate import Entry, lookup
 from swiftkit.recipe_file import choices
 
-CONFIGS = (ChatConfig, EvalConfig, MergeConfig, SftConfig)
+CONFIGS = (ChatConfig, DpoConfig, EvalConfig, MergeConfig, RewardConfig, SftConfig)
 FIELDS = {name: field for config in CONFIGS for name, field in config.model_fields.items()}
-VERBS = {"sft", "chat", "eval", "merge"}
+VERBS = {"sft", "dpo", "reward", "chat", "eval", "merge"}
 ENTRIES = [entry for entries in migrate.TABLE.values() for entry in entries]
 FLAGS = [entry for entry in ENTRIES if entry.kind == "flag"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+DPO = ROOT / "notebooks" / "dpo.ipynb"
 MODEL = "SWIFTKIT_NOTEBOOK_MODEL"
 
 
-def executed(folder: Path) -> dict[str, list[Any]]:
+def executed(folder: Path, notebook_file: Path = NOTEBOOK) -> dict[str, list[Any]]:
     """Run the notebook in a folder; gives the outputs of each code cell by its first line."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(notebook_file, as_version=4)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return {cell.source.splitlines()[0]: cell.outputs for cell in cells}
@@ -45,8 +48,9 @@ def check(shown: dict[str, list[Any]]) -> None:
     assert steps[0] == steps[1] and f"checkpoint-{steps[0]}" in result(shown["run.adapter_dir"])["text/plain"]
 
 
-def test_outputs_are_not_kept_in_the_file() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("file", [NOTEBOOK, DPO], ids=lambda file: file.stem)
+def test_outputs_are_not_kept_in_the_file(file: Path) -> None:
+    notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -72,3 +76,31 @@ def test_the_quickstart_on_the_real_model(
     check(shown)
     for question in ("session = run.chat()", 'session.ask("And who made you?")'):
         assert "Gull Rock" in result(shown[question])["text/plain"]
+
+
+def check_dpo(shown: dict[str, list[Any]], folder: Path) -> list[dict[str, Any]]:
+    """The evaluations of the run that the notebook made."""
+    for line in ("evaluated = run.metrics", "pd.DataFrame(run.samples)"):
+        assert "<table" in result(next(out for cell, out in shown.items() if cell.startswith(line)))["text/html"]
+    assert len(result(shown["run.plot()"])["image/png"]) > 5_000
+    (log,) = folder.glob("output/*/v0-*/logging.jsonl")
+    found = [line for line in map(json.loads, log.read_text().splitlines()) if "eval_loss" in line]
+    assert found[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    return found
+
+
+def test_the_preferences_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make_toy(tmp_path / "toy", template="chatml")
+    monkeypatch.setenv(MODEL, "toy")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    check_dpo(executed(tmp_path, DPO), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_preferences_on_the_real_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(MODEL, raising=False)
+    found = check_dpo(executed(tmp_path, DPO), tmp_path)
+    assert found[-1]["eval_accuracy"] == 1.0 and found[-1]["eval_loss"] < 0.3

@@ -157,6 +157,8 @@ print(json.dumps({"code": code or 0, "heavy": heavy}))
     [
         (["--help"], 0),
         (["sft", "--help"], 0),
+        (["dpo", "--help"], 0),
+        (["reward", "--help"], 0),
         (["eval", "--help"], 0),
         (["eval", "--dataset", "no.jsonl"], 2),
         (["data", "--help"], 0),

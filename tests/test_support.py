@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkit.api import configure_sft
-from swiftkit.config import SftConfig, build
+from swiftkit.config import DpoConfig, RewardConfig, RunConfig, SftConfig, build
 from swiftkit.errors import UserError
 from swiftkit.support import FEATURES, QUANTIZED, asked, check, table, why_plain
 
@@ -30,11 +30,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "init_adapter": {"init_adapter": "checkpoint-5"},
     "full": {"tuner_type": "full"},
     "adamw_8bit": {"optim": "adamw_8bit"},
+    "dpo": {"kind": DpoConfig},
+    "reward": {"kind": RewardConfig},
 }
 
 
-def config(**knobs: Any) -> SftConfig:
-    return SftConfig(model="m", dataset=["d"], **knobs)
+def config(*, kind: type[RunConfig] = SftConfig, **knobs: Any) -> RunConfig:
+    return kind(model="m", dataset=["d"], **knobs)
 
 
 def test_every_feature_is_found_in_a_config() -> None:

@@ -19,8 +19,10 @@ from swiftkit.config.schema import (
     knob,
 )
 
+TruncationStrategy = Literal["drop", "left", "right"]
 
-class RowKnobs(Config):
+
+class SourceKnobs(Config):
     """Which rows, and what a model sees of them."""
 
     dataset: Many = knob(
@@ -37,11 +39,6 @@ class RowKnobs(Config):
         False, "rows of hf:: and ms:: are fetched as they are read, not downloaded first", group="data"
     )
     system: str | None = knob(None, "system message for rows that have none", group="data")
-    train_on: Literal["assistant", "last", "all"] = knob(
-        "assistant",
-        "the assistant's words; or those behind the last question only; or every token",
-        group="data",
-    )
     thinking_history: Literal["template", "keep"] = knob(
         "template", "thoughts of older answers: as the chat template has them, or kept", group="data"
     )
@@ -57,10 +54,20 @@ class RowKnobs(Config):
         return value
 
 
+class RowKnobs(SourceKnobs):
+    """The same, and what is trained of each row."""
+
+    train_on: Literal["assistant", "last", "all"] = knob(
+        "assistant",
+        "the assistant's words; or those behind the last question only; or every token",
+        group="data",
+    )
+
+
 class WindowKnobs(RowKnobs):
     """How rows become windows."""
 
-    truncation_strategy: Literal["drop", "left", "right"] = knob(
+    truncation_strategy: TruncationStrategy = knob(
         "drop", "what happens to a row longer than a window: dropped and counted, or cut", group="data"
     )
     packing: bool = knob(True, "several rows share a window; they never see each other", group="data")

@@ -192,19 +192,6 @@ class TrainKnobs(Config):
     report_to: Annotated[list[Literal["tensorboard", "wandb", "none"]], BeforeValidator(one_or_many)] = knob(
         ["tensorboard"], "where metrics also go", group="run"
     )
-    sample_prompts: list[str] | Auto = knob(
-        "auto",
-        "prompts answered before and after; auto takes the first three of the data, `none` takes none",
-        group="run",
-    )
-    sample_max_new_tokens: int = knob(64, "longest sample answer", group="run", unit="tokens", ge=1)
-
-    @field_validator("sample_prompts", mode="before")
-    @classmethod
-    def _prompts(cls, value: Any) -> Any:
-        if value in ("auto", ["auto"]):
-            return "auto"
-        return [] if value in ("none", ["none"]) else [value] if isinstance(value, str) else value
 
     @field_validator("learning_rate")
     @classmethod
@@ -243,3 +230,21 @@ class TrainKnobs(Config):
             if part != "auto" and whole % part:
                 raise ValueError(f"--global_batch_size {whole} is no multiple of --{name} {part}")
         return self
+
+
+class SampleKnobs(Config):
+    """Prompts that a run answers before and after."""
+
+    sample_prompts: list[str] | Auto = knob(
+        "auto",
+        "prompts answered before and after; auto takes the first three of the data, `none` takes none",
+        group="run",
+    )
+    sample_max_new_tokens: int = knob(64, "longest sample answer", group="run", unit="tokens", ge=1)
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        if value in ("auto", ["auto"]):
+            return "auto"
+        return [] if value in ("none", ["none"]) else [value] if isinstance(value, str) else value

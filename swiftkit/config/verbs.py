@@ -21,10 +21,10 @@ from swiftkit.config.schema import (
     knob,
     words,
 )
-from swiftkit.config.training import LoraKnobs, ModelKnobs, TrainKnobs
+from swiftkit.config.training import LoraKnobs, ModelKnobs, SampleKnobs, TrainKnobs
 
 
-class SftConfig(TrainKnobs, LoraKnobs, DataKnobs, ModelKnobs):
+class SftConfig(SampleKnobs, TrainKnobs, LoraKnobs, DataKnobs, ModelKnobs):
     """`swiftkit sft`: supervised fine-tuning on conversations, prompts with completions, or plain text."""
 
 

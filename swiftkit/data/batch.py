@@ -35,6 +35,27 @@ class PackedBatch:
     trained_tokens: int
     tokens: int
 
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Where there is a label, [targets]."""
+        return np.flatnonzero(self.labels != IGNORED)
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """The labels there, [targets]."""
+        return self.labels[self.positions]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        lengths: list[int] = np.diff(self.cu_seqlens).tolist()
+        return lengths
+
+    @property
+    def denominator(self) -> int:
+        """What the sum of the losses is divided by: trained tokens."""
+        return self.trained_tokens
+
 
 def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int | None = None) -> PackedBatch:
     """Joins the documents of windows into one row.
@@ -55,7 +76,7 @@ def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int |
     if pad_to is not None and tokens > pad_to:
         raise ValueError(f"{tokens} tokens do not fit into pad_to={pad_to}")
     padding = 0 if pad_to is None else pad_to - tokens
-    lengths = [*map(len, documents), *_padding_lengths(padding)]
+    lengths = [*map(len, documents), *padding_lengths(padding)]
     labels = np.concatenate([*map(_labels, documents), np.full(padding, IGNORED, np.int64)])
     return PackedBatch(
         input_ids=np.concatenate(
@@ -69,7 +90,8 @@ def collate(windows: Sequence[Sequence[Document]], *, pad_id: int, pad_to: int |
     )
 
 
-def _padding_lengths(padding: int) -> list[int]:
+def padding_lengths(padding: int) -> list[int]:
+    """Tokens of the documents that so much padding becomes."""
     whole, rest = divmod(padding, PADDING_LENGTH)
     return [PADDING_LENGTH] * whole + [rest] * (rest > 0)
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftkit.data.arrays import Arrays, write_arrays
+from swiftkit.data.batch import PackedBatch, collate
 from swiftkit.data.cache import DataCache, Entry, Sources, key_of, look_at, told
 from swiftkit.data.choose import BySource, TruncationStrategy, fitted, mix, split
 from swiftkit.data.conversation import Message, TrainOn
@@ -64,6 +65,19 @@ class Prepared:
     def window(self, index: int) -> list[Document]:
         """The documents of one window."""
         return [self.documents[document] for document in self.windows[index]]
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows there are."""
+        return len(self.windows)
+
+    def tokens_of(self, indices: Sequence[int]) -> int:
+        """Tokens of some windows."""
+        return sum(len(document) for index in indices for document in self.window(index))
+
+    def collate(self, indices: Sequence[int], *, pad_id: int, pad_to: int | None = None) -> PackedBatch:
+        """Some windows as one batch."""
+        return collate([self.window(index) for index in indices], pad_id=pad_id, pad_to=pad_to)
 
     @property
     def window_lengths(self) -> NDArray[np.int64]:

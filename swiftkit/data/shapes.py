@@ -45,11 +45,17 @@ def to_example(row: Row, columns: Mapping[str, str] | None = None) -> Example:
     Raises:
         RowError: no known shape, a null or empty text where one is needed, an unknown role.
     """
-    renamed = {name: row.value[key] for key, name in (columns or {}).items() if key in row.value}
-    if columns and renamed:
-        rest = {key: value for key, value in row.value.items() if key not in columns}
-        row = replace(row, value=rest | renamed)
-    return _shape_of(row, renamed.keys())(row)
+    named = {name for key, name in (columns or {}).items() if key in row.value}
+    if named:
+        row = replace(row, value=renamed(row.value, columns))
+    return _shape_of(row, named)(row)
+
+
+def renamed(value: Mapping[str, Any], columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """A row's value under the names of the shapes; a column that is named takes the place of a known one."""
+    columns = columns or {}
+    rest = {key: entry for key, entry in value.items() if key not in columns}
+    return rest | {name: value[key] for key, name in columns.items() if key in value}
 
 
 def column_names(written: Mapping[str, str]) -> dict[str, str]:
@@ -58,7 +64,8 @@ def column_names(written: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UserError: neither word of a pair is a column of a known shape, or one is named twice.
     """
-    known = {key for needed in SHAPES for key in needed} | {"system", "history", "tools", "input"}
+    known = {key for needed in (*SHAPES, *PREFERENCES) for key in needed}
+    known |= {"system", "history", "tools", "input", "margin", "label"}
     found: dict[str, str] = {}
     for first, second in written.items():
         ours, theirs = (first, second) if first in known else (second, first)

@@ -31,19 +31,28 @@ class AttentionPlan:
         lengths: query tokens of each segment, in order; they sum to the row's length.
         cu_seqlens: the same as running sums from 0, int32 [segments + 1], on the row's device.
         store: earlier keys and values, when the row continues documents that were already read.
+        prefixes: for each segment an earlier one that it goes on from, whose keys its queries see besides, or
+            -1: two answers that share a prompt. Empty where none does. Varlen kernels cannot serve them.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     store: KeyValueStore | None = None
+    prefixes: tuple[int, ...] = ()
 
     @classmethod
     def of(
-        cls, lengths: list[int] | tuple[int, ...], *, device: torch.device, store: KeyValueStore | None = None
+        cls,
+        lengths: list[int] | tuple[int, ...],
+        *,
+        device: torch.device,
+        store: KeyValueStore | None = None,
+        prefixes: tuple[int, ...] = (),
     ) -> AttentionPlan:
         """A plan for segments of these lengths."""
+        assert store is None or not prefixes, "what is read in pieces shares nothing"
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), bounds.to(device, non_blocking=True), store)
+        return cls(tuple(lengths), bounds.to(device, non_blocking=True), store, prefixes)
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,8 @@ def attend(
     rules = Rules(scaling, sliding_window, softcap, s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0], key[0], value[0]  # [heads, tokens, head_dim]
-    if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and attention_plan.store is None:
+    apart = attention_plan.store is None and not attention_plan.prefixes
+    if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and apart:
         return _varlen(q, k, v, attention_plan, rules)[None], None
     return by_segment(q, k, v, attention_plan, rules, layer).transpose(0, 1)[None], None
 
@@ -104,8 +114,12 @@ def attend(
 def by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules, layer: int) -> Tensor:
     """Segment after segment, [heads, tokens, head_dim]: the reference, and the path of CPUs and decoding."""
     outputs = []
-    pieces = zip(q.split(plan.lengths, 1), k.split(plan.lengths, 1), v.split(plan.lengths, 1), strict=True)
-    for segment, (q_own, k_own, v_own) in enumerate(pieces):
+    queries, keys, values = (tensor.split(plan.lengths, 1) for tensor in (q, k, v))
+    for segment, (q_own, k_own, v_own) in enumerate(zip(queries, keys, values, strict=True)):
+        prefix = plan.prefixes[segment] if plan.prefixes else -1
+        if prefix >= 0:
+            k_own = torch.cat([keys[prefix], k_own], 1)
+            v_own = torch.cat([values[prefix], v_own], 1)
         if plan.store is not None:
             k_own, v_own = plan.store.extend(layer, segment, k_own, v_own)
         outputs.append(segment_attention(q_own, k_own, v_own, rules))

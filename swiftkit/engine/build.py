@@ -111,6 +111,8 @@ def build_model(
             module.reset_adapter(name=name, seed=seed, device=device)
         for parameter in module.parameters(recurse=False) if full or name in whole else ():
             parameter.requires_grad_(True)
+    if lora is not None and lora.scores:
+        model.score = score_head(config, seed=seed, device=device)
     if "fp8" in base:
         choose_carried(model, vocabulary=config.vocab_size, device=device)
     if on_gpu and not has_fused and base == "plain":
@@ -177,6 +179,22 @@ def is_tied(model: nn.Module) -> bool:
     """Whether the output head is the embedding."""
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     return head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
+
+
+def score_head(config: Any, *, seed: int, device: torch.device) -> nn.Linear:
+    """The head of a reward model, drawn as transformers draws it; it computes in float32.
+
+    Args:
+        config: of transformers.
+        seed: the run's.
+        device: where it computes.
+    """
+    width = int(config.hidden_size)
+    head = nn.Linear(width, 1, bias=False, device="meta")
+    spread = float(getattr(config, "initializer_range", None) or 0.02)
+    first = torch.randn((1, width), generator=torch.Generator().manual_seed(seed)) * spread
+    head.weight = nn.Parameter(first.to(device))
+    return head
 
 
 def _precision(base: BaseKind) -> str:

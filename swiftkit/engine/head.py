@@ -64,6 +64,69 @@ class Head:
             fp8=self._fp8 if hidden.requires_grad else None,
         )
 
+    def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """log p(target) of each position, [positions] in float32; differentiable as `cross_entropy`.
+
+        Args:
+            hidden: [positions, hidden], the positions of answers only.
+            targets: int64 [positions].
+        """
+        wants = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        found: Tensor = _Logprobs.apply(hidden, self.weight, targets, self.rule, self.chunk, wants)
+        return found
+
+
+class _Logprobs(torch.autograd.Function):
+    """log p of each target, and what its gradient is per unit, in one pass over chunks of positions.
+
+    Where the weight is trained, its gradient is made in the backward from logits that are computed again: how
+    much each position counts is not known before.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rule: LogitRule, chunk: int, wants: bool
+    ) -> Tensor:
+        found = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        slopes = torch.empty_like(hidden) if wants else None
+        for start in range(0, hidden.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            losses, slope = loss_and_gradient_(
+                hidden[piece] @ weight.T,
+                targets[piece],
+                scale=rule.scale,
+                softcap=rule.softcap,
+                wants_gradient=wants,
+            )
+            found[piece] = -losses
+            if slopes is not None and slope is not None:
+                torch.mm(slope.data, weight, out=slopes[piece])
+        ctx.rule, ctx.chunk = rule, chunk
+        if slopes is not None:
+            ctx.save_for_backward(slopes, hidden, weight, targets)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        slopes, hidden, weight, targets = ctx.saved_tensors
+        counts = -upstream[0][:, None]  # slopes are of -log p
+        of_hidden = slopes * counts.to(slopes.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_hidden, None, None, None, None, None
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            piece = slice(start, start + ctx.chunk)
+            _, slope = loss_and_gradient_(
+                hidden[piece] @ weight.T,
+                targets[piece],
+                scale=ctx.rule.scale,
+                softcap=ctx.rule.softcap,
+                wants_gradient=True,
+            )
+            assert slope is not None
+            of_weight += (slope.data.float() * counts[piece]).T @ hidden[piece].float()
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
+
 
 class _TrainedCrossEntropy(torch.autograd.Function):
     """Loss with the gradients of hidden states and weight, in one pass over chunks of positions."""

@@ -69,6 +69,11 @@ def open_adapter(config: MergeConfig, say: Say) -> Adapter:
             f"with swiftkit chat --model {folder} or with transformers"
         )
     spec, tensors = load_adapter(folder)
+    if spec.scores:
+        raise UserError(
+            f"{folder} is a reward model: a merged model writes answers and has no place for its head; use "
+            "it as it is, by swiftkit.reward_model or PEFT"
+        )
     return Adapter(folder, args, spec, tensors, _open_base(config, folder, args, say))
 
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from swiftkit.config import SftConfig
+from swiftkit.config import Config, DpoConfig, RewardConfig, SftConfig
 from swiftkit.data.page import page, tiles
 from swiftkit.data.preview_text import visible
 from swiftkit.export.curves import COLOURS, Line, chart, number
@@ -258,7 +258,8 @@ def _config(runs: Sequence[Story]) -> str:
         same = '<p class="note">Every knob has the same value in all of these runs.</p>'
         first = _knobs(runs, configs, differing) if differing else same
         return f"<h3>What differs</h3>{first}{_folded('All knobs', _knobs(runs, configs, _keys(configs)))}"
-    fields = SftConfig.model_fields
+    of_method: dict[str, type[Config]] = {"dpo": DpoConfig, "reward": RewardConfig}
+    fields = of_method.get(runs[0].args.get("method", ""), SftConfig).model_fields
     chosen = [
         name
         for name, value in configs[0].items()

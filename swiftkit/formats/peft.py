@@ -38,6 +38,7 @@ REFUSED = (
 FACTORS = (".lora_A", ".lora_B")  # PEFT's tensors of these names end in `.weight` besides
 MAGNITUDE = ".lora_magnitude_vector"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
+SCORE = "score.weight"  # of a reward model: transformers' name for the head of a sequence classifier
 START = "swiftkit_start"  # in the metadata of the tensors' file: with which values a PiSSA adapter began
 # First values that leave the base as it is; others (PiSSA, OLoRA, LoftQ, ...) take them out of its weights.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -60,6 +61,7 @@ class LoraSpec:
         modules_to_save: last parts (or whole names) of modules that are trained whole.
         vocabulary: rows of embedding and head, where they are more than the base has.
         keeps_tie: whether a head that is the embedding stays so when one of them is trained.
+        scores: a reward model: a head [1, hidden] is trained beside it that scores an answer's last token.
     """
 
     rank: int = 16
@@ -73,6 +75,7 @@ class LoraSpec:
     modules_to_save: tuple[str, ...] = ()
     vocabulary: int | None = None
     keeps_tie: bool = True
+    scores: bool = False
 
     @property
     def scaling(self) -> float:
@@ -133,7 +136,7 @@ def save_adapter(
     modules, whole = _saved_whole(whole, tied)
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if spec.scores else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
@@ -171,6 +174,10 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, Tensor]]:
     factors = {name for name in tensors if name.endswith((*FACTORS, MAGNITUDE))}
     modules = {name.rpartition(".")[0] for name in tensors if name not in factors}
     wanted = config.get("modules_to_save") or []
+    scores = SCORE in tensors
+    if scores and tensors[SCORE].shape[0] != 1:
+        raise UserError(f"{folder / WEIGHTS}: a classifier of {len(tensors[SCORE])} kinds is not served")
+    modules -= {SCORE.rpartition(".")[0]} if scores else set()
     odd = next((m for m in sorted(modules) if not _named(m, wanted)), None)
     if odd is not None:
         raise UserError(f"{folder / WEIGHTS}: adapters with {odd} are not served")
@@ -180,6 +187,7 @@ def load_adapter(folder: Path) -> tuple[LoraSpec, dict[str, Tensor]]:
         target_modules=tuple(sorted({name.rpartition(".")[0] for name in factors})),
         modules_to_save=tuple(sorted(modules)),
         vocabulary=max(rows, default=None),
+        scores=scores,
     ), tensors
 
 

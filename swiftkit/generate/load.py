@@ -71,7 +71,7 @@ class ReadyModel:
         return engine
 
 
-def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say) -> ReadyModel:
+def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say, scores: bool = False) -> ReadyModel:
     """Find and check all that a model needs to answer.
 
     An adapter's `args.json` brings back model and precision; the tokenizer beside it has the template.
@@ -80,6 +80,7 @@ def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say) -> ReadyMod
         where: from `find`.
         knobs: what the user asks for; it wins.
         say: takes a warning.
+        scores: whether a reward model is wanted, which writes no answers.
 
     Raises:
         UserError: for a model or an adapter that is not there, or two that do not fit.
@@ -87,6 +88,13 @@ def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say) -> ReadyMod
     find_device(knobs.device)  # what cannot be had is said before anything is fetched
     folder = where.adapter
     spec, tensors = (None, {}) if folder is None else load_adapter(folder)
+    if scores != (spec is not None and spec.scores):
+        kind = (
+            "no reward model; `swiftkit reward` makes one"
+            if scores
+            else "a reward model, which writes no answers; swiftkit.reward_model(...).score() scores them"
+        )
+        raise UserError(f"{folder or where.model} is {kind}")
     model = _open_base(where, knobs, say)
     description = describe(model.path)
     # `auto` means for a model of ours what it means in training on this machine.

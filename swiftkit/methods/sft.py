@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from torch import Tensor
 
-from swiftkit.config import SftConfig
-from swiftkit.data import ChatTemplate, Prepared, prepare
+from swiftkit.config import RunConfigT, SftConfig
+from swiftkit.data import ChatTemplate, Prepared, Trainable, prepare
 from swiftkit.data.cache import data_folder
 from swiftkit.data.template_tokens import never_trained, template_tokens, warning
 from swiftkit.data.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def run(config: SftConfig, console: Console) -> Run:
     check_data(config, data, evaluation, vocabulary=tuning.vocabulary)
     plan = plan_steps(
         config,
-        num_windows=len(data.windows),
+        num_windows=data.num_windows,
         max_length=data.max_length,
         device_type=placement.device.type,
         fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
@@ -98,7 +98,7 @@ def run(config: SftConfig, console: Console) -> Run:
         return job.end(engine)
 
 
-def resolved(config: SftConfig, placement: Placement, plan: StepPlan, max_length: int) -> SftConfig:
+def resolved(config: RunConfigT, placement: Placement, plan: StepPlan, max_length: int) -> RunConfigT:
     """The config with what `auto` has become on this machine."""
     return config.with_changes(
         base_precision=placement.base_precision,
@@ -218,7 +218,7 @@ def untrained_tokens(data: Prepared, tokenizer: PreTrainedTokenizerFast, folder:
     return [warning(words)] if words else []
 
 
-def check_vocabulary(data: Prepared, size: int) -> None:
+def check_vocabulary(data: Trainable, size: int) -> None:
     """Refuse tokens that the model has no embedding for.
 
     Raises:

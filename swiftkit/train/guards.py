@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import Document, Prepared, windows_of_step
+from swiftkit.data import Document, Trainable, windows_of_step
 from swiftkit.errors import UserError
 from swiftkit.train.optim import peak_rate
 from swiftkit.train.state import StateDict
@@ -168,7 +168,7 @@ class BadBatches:
         plan, seed: they say which rows a step takes.
     """
 
-    def __init__(self, folder: Path | None, data: Prepared, *, plan: StepPlan, seed: int):
+    def __init__(self, folder: Path | None, data: Trainable, *, plan: StepPlan, seed: int):
         self._folder, self._data, self._plan, self._seed = folder, data, plan, seed
 
     def record(self, steps: Sequence[BadStep]) -> None:
@@ -201,7 +201,7 @@ class BadBatches:
 
     def _documents(self, step: int) -> list[Document]:
         indices = windows_of_step(
-            len(self._data.windows),
+            self._data.num_windows,
             self._plan.global_batch_size,
             seed=self._seed,
             step=step - 1,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from swiftkit.config import SftConfig
-from swiftkit.data import Message, Prepared
+from swiftkit.config import PreferenceConfig, RunConfig, SampleKnobs
+from swiftkit.data import Message, Trainable
 from swiftkit.data.tokenizer import generation_settings, stop_ids
 from swiftkit.engine import Engine
 from swiftkit.engine.placement import Placement
@@ -51,6 +51,7 @@ class Job:
         tuning: what is trained.
         layers: fused or plain, for people.
         warnings: sentences for the header.
+        notes: lines of the header that only this method has.
         console: where people look.
     """
 
@@ -58,20 +59,22 @@ class Job:
         self,
         *,
         method: str,
-        asked: SftConfig,
-        config: SftConfig,
+        asked: RunConfig,
+        config: RunConfig,
         model: LocalModel,
         tokenizer: PreTrainedTokenizerFast,
-        data: Prepared,
-        evaluation: Prepared | None,
+        data: Trainable,
+        evaluation: Trainable | None,
         plan: StepPlan,
         placement: Placement,
-        tuning: Tuning,
+        tuning: Tuning[Any],
         layers: str,
         console: Console,
         warnings: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ):
         self.asked, self.tuning, self.layers, self.warnings = asked, tuning, layers, warnings
+        self._notes = notes
         self.method, self.config, self.model, self.tokenizer = method, config, model, tokenizer
         self.data, self.evaluation, self.plan, self.placement = data, evaluation, plan, placement
         self.console = console
@@ -81,16 +84,22 @@ class Job:
         if odd:
             self.warnings = [*warnings, _left_out(odd)]
         self._prompts = self._sample_prompts()
+        self._longest_sample = config.sample_max_new_tokens if isinstance(config, SampleKnobs) else 0
         self._before: list[str] = []
         self._resume: Resume | None = None
         self._identity = identity(
             config,
             base=model.fingerprint,
             data=data.fingerprint,
-            windows=len(data.windows),
+            windows=data.num_windows,
             evaluation=None if evaluation is None else evaluation.fingerprint,
             steps=plan.steps,
         )
+
+    @property
+    def _unit(self) -> str:
+        """What the batch sizes count, for people."""
+        return "rows" if isinstance(self.config, PreferenceConfig) else "windows"
 
     @contextmanager
     def announce(self) -> Iterator[None]:
@@ -157,16 +166,19 @@ class Job:
             f"trained   loss {losses.iloc[0]:.4f} at first, {losses.iloc[-1]:.4f} at last",
             f"run       {self.folder}",
         )
-        # One line, however long: to be copied.
-        self.console.print(
-            f"talk      swiftkit chat {'--adapters' if self.tuning.lora else '--model'} {run.adapter_dir}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        if isinstance(self.config, SampleKnobs):
+            # One line, however long: to be copied.
+            self.console.print(
+                f"talk      swiftkit chat --{'adapters' if self.tuning.lora else 'model'} {run.adapter_dir}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
         return run
 
     def _sample_prompts(self) -> list[list[Message]]:
+        if not isinstance(self.config, SampleKnobs):  # what is trained answers nothing
+            return []
         if self.config.sample_prompts == "auto":
             return self.data.prompts
         system = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
@@ -181,7 +193,7 @@ class Job:
                 engine,
                 self.tokenizer,
                 self._prompts,
-                max_new_tokens=self.config.sample_max_new_tokens,
+                max_new_tokens=self._longest_sample,
                 stops=self._stops,
             )
 
@@ -221,9 +233,10 @@ class Job:
             f"          {self.model.note}",
             f"base      {precision} on {self.placement.device_name}{numerics}, {self.layers} layers",
             *self.tuning.lines(),
+            *self._notes,
             *report.lines(),
             f"evaluated {self.evaluation.report.rows_kept:,} rows" if self.evaluation else "",
-            f"steps     {plan.steps:,} of {plan.global_batch_size} windows "
+            f"steps     {plan.steps:,} of {plan.global_batch_size} {self._unit} "
             f"({plan.gradient_accumulation_steps} x {plan.micro_batch_size}), "
             f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}",
             f"          {plan.note}",

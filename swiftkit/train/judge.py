@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import Prepared
+from swiftkit.data import Trainable
 from swiftkit.errors import UserError
 from swiftkit.train.state import StateDict
 
@@ -76,7 +76,7 @@ def best_metric(knobs: TrainKnobs) -> str | None:
     return knobs.metric_for_best_model or ("eval_loss" if wanted else None)
 
 
-def check_evaluated(knobs: TrainKnobs, evaluation: Prepared | None) -> None:
+def check_evaluated(knobs: TrainKnobs, evaluation: Trainable | None) -> None:
     """Refuse to look for the best checkpoint where nothing is evaluated.
 
     Raises:

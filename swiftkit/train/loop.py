@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import PackedBatch, Prepared
+from swiftkit.data import HostBatch, PackedBatch, Trainable
 from swiftkit.engine import Batch, Engine, Loss, Sums
 from swiftkit.train.guards import BadBatches, StepGuard, Watch
 from swiftkit.train.judge import Judge
@@ -28,14 +28,14 @@ FIRST_STEPS = 2  # after which every tensor that can be trained has had a gradie
 
 def fit(
     engine: Engine,
-    data: Prepared,
+    data: Trainable,
     loss: Loss,
     *,
     knobs: TrainKnobs,
     plan: StepPlan,
     log: Log,
     pad_id: int,
-    evaluation: Prepared | None = None,
+    evaluation: Trainable | None = None,
     keeper: Keeper | None = None,
 ) -> None:
     """Train for `plan.steps` optimizer steps, or what a resumed run has left of them.
@@ -43,7 +43,7 @@ def fit(
     Args:
         engine: the model; its parameters change.
         data: packed windows.
-        loss: the method's loss; its denominator is the number of trained tokens of the step.
+        loss: the method's loss; its denominator is that of the step's batches: trained tokens, or rows.
         knobs: rates, intervals, seed.
         plan: from `plan_steps`.
         log: takes the metrics.
@@ -105,19 +105,22 @@ def step(
     return sums, norm
 
 
-def evaluate(engine: Engine, batches: Iterable[PackedBatch], loss: Loss) -> dict[str, float]:
-    """Mean loss a trained token, and its perplexity."""
-    trained = 0
+def evaluate(engine: Engine, batches: Iterable[HostBatch], loss: Loss) -> dict[str, float]:
+    """The means of the loss's sums; where they are over trained tokens, its perplexity too."""
+    counted, by_token = 0, False
 
     def sent() -> Iterator[Batch]:
-        nonlocal trained
+        nonlocal counted, by_token
         for packed in batches:
-            trained += packed.trained_tokens
+            counted += packed.denominator
+            by_token = isinstance(packed, PackedBatch)
             yield Batch.of(packed, device=engine.device)
 
     sums = engine.evaluate(sent(), loss)
-    mean = float(sums["loss"]) / trained
-    return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0))}
+    values = {f"eval_{name}": float(value) / counted for name, value in sums.items()}
+    if by_token:
+        values["eval_perplexity"] = math.exp(min(values["eval_loss"], 700.0))
+    return values
 
 
 class _Run:
@@ -126,14 +129,14 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
-        data: Prepared,
+        data: Trainable,
         loss: Loss,
         *,
         knobs: TrainKnobs,
         plan: StepPlan,
         log: Log,
         pad_id: int,
-        evaluation: Prepared | None,
+        evaluation: Trainable | None,
         keeper: Keeper | None,
         stop: Stop,
         watchdog: Watchdog,
@@ -186,7 +189,7 @@ class _Run:
             self._data, self._plan, step=index, seed=knobs.seed, pad_id=self._pad_id
         )
         batches = [Batch.of(p, device=self._engine.device) for p in packed]
-        trained = sum(p.trained_tokens for p in packed)
+        counted = sum(p.denominator for p in packed)
         self._enter("forward and backward")
         self._guard.looking = index < FIRST_STEPS
         sums, norm = step(
@@ -194,7 +197,7 @@ class _Run:
             batches,
             self._loss,
             self._optimizer,
-            denominator=trained,
+            denominator=counted,
             rate=learning_rate(index, self._plan.steps, knobs),
             max_norm=knobs.max_grad_norm,
             guard=self._guard,
@@ -205,7 +208,7 @@ class _Run:
             self._guard.held,
             step=index + 1,
             tokens=sum(p.tokens for p in packed),
-            trained=trained,
+            trained=counted,
         )
         self._state.step = index + 1
 
@@ -263,7 +266,7 @@ class _Run:
         self._log.training(
             reading.values,
             step=done,
-            epoch=min(done * plan.global_batch_size, plan.windows) / len(self._data.windows),
+            epoch=min(done * plan.global_batch_size, plan.windows) / self._data.num_windows,
             learning_rate=learning_rate(done - 1, plan.steps, self._knobs),
         )
 
@@ -279,7 +282,7 @@ class _Run:
         self._log.evaluation(values, step=done)
         return self._judge.take(values, step=done)
 
-    def _watched(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+    def _watched(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
         for packed in batches:
             self._stop.raise_if_asked()
             self._enter("evaluation")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_step
 
-from swiftkit.config import LoraKnobs, TrainKnobs
+from swiftkit.config import DpoConfig, LoraKnobs, TrainKnobs
 
 LEARNING_RATES = {"lora": 1e-4, "full": 1e-5}  # what `auto` is
+POLICY_RATES = {"lora": 2e-5, "full": 1e-6}  # in dpo, which must stay near its reference
 MASTER = "master"  # in an optimizer's state: the float32 value of a tensor of lower precision
 CHUNK = 1 << 26  # numbers that are updated at once in float32
 EMBEDDING = "embed_tokens.weight"
@@ -196,7 +197,8 @@ def peak_rate(knobs: TrainKnobs) -> float:
     """The peak learning rate; `auto` goes by what is trained."""
     if knobs.learning_rate != "auto":
         return knobs.learning_rate
-    return LEARNING_RATES[knobs.tuner_type if isinstance(knobs, LoraKnobs) else "lora"]
+    rates = POLICY_RATES if isinstance(knobs, DpoConfig) else LEARNING_RATES
+    return rates[knobs.tuner_type if isinstance(knobs, LoraKnobs) else "lora"]
 
 
 def learning_rate(step: int, steps: int, knobs: TrainKnobs) -> float:

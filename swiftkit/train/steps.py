@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from swiftkit.config import TrainKnobs
-from swiftkit.data import PackedBatch, Prepared, collate, windows_of_run, windows_of_step
+from swiftkit.data import HostBatch, Trainable, windows_of_run, windows_of_step
 
 DEFAULT_GLOBAL_BATCH = 8
 FEWEST_STEPS = 50
@@ -126,27 +126,25 @@ def _global_batch(knobs: TrainKnobs, most: int) -> tuple[int, str]:
 
 
 def microbatches_of_step(
-    data: Prepared, plan: StepPlan, *, step: int, seed: int, pad_id: int
-) -> list[PackedBatch]:
+    data: Trainable, plan: StepPlan, *, step: int, seed: int, pad_id: int
+) -> list[HostBatch]:
     """The packed micro-batches of one step (counted from 0): a function of the step alone."""
     indices = windows_of_step(
-        len(data.windows), plan.global_batch_size, seed=seed, step=step, limit=plan.windows
+        data.num_windows, plan.global_batch_size, seed=seed, step=step, limit=plan.windows
     )
     return list(_collated(data, indices, plan, pad_id))
 
 
-def evaluation_batches(data: Prepared, plan: StepPlan, *, pad_id: int) -> Iterator[PackedBatch]:
+def evaluation_batches(data: Trainable, plan: StepPlan, *, pad_id: int) -> Iterator[HostBatch]:
     """Every window once, in order."""
-    return _collated(data, list(range(len(data.windows))), plan, pad_id)
+    return _collated(data, list(range(data.num_windows)), plan, pad_id)
 
 
-def _collated(data: Prepared, indices: list[int], plan: StepPlan, pad_id: int) -> Iterator[PackedBatch]:
+def _collated(data: Trainable, indices: list[int], plan: StepPlan, pad_id: int) -> Iterator[HostBatch]:
     size = plan.micro_batch_size
     for start in range(0, len(indices), size):
-        windows = [data.window(index) for index in indices[start : start + size]]
+        some = indices[start : start + size]
         pad_to = plan.pad_to
         if plan.pad_multiple is not None:
-            pad_to = _round_up(
-                sum(len(document) for window in windows for document in window), plan.pad_multiple
-            )
-        yield collate(windows, pad_id=pad_id, pad_to=pad_to)
+            pad_to = _round_up(data.tokens_of(some), plan.pad_multiple)
+        yield data.collate(some, pad_id=pad_id, pad_to=pad_to)

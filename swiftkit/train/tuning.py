@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from swiftkit import support
-from swiftkit.config import SftConfig
+from swiftkit.config import RewardConfig, RunConfig, RunConfigT
 from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Engine, FullSpec, LoraSpec
 from swiftkit.engine.build import NewRows, describe, is_tied, skeleton, trained_whole
@@ -19,7 +19,7 @@ from swiftkit.engine.fused.adopt import why_not
 from swiftkit.engine.placement import Placement
 from swiftkit.errors import UserError
 from swiftkit.formats.checkpoints import recorded
-from swiftkit.formats.peft import HEAD, load_adapter, shortest_names
+from swiftkit.formats.peft import HEAD, SCORE, load_adapter, shortest_names
 from swiftkit.formats.source import LocalModel
 from swiftkit.generate.find import ADAPTER, find_checkpoint
 from swiftkit.train.artifact import Artifact
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Spec = LoraSpec | FullSpec
+Tuned = TypeVar("Tuned", bound=RunConfig)
 BROUGHT = ("lora_rank", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 
 
 @dataclass(frozen=True, eq=False)
-class Tuning:
+class Tuning(Generic[Tuned]):
     """What is trained, and from where it starts.
 
     Args:
@@ -47,7 +48,7 @@ class Tuning:
     """
 
     spec: Spec
-    config: SftConfig
+    config: Tuned
     base: LocalModel
     description: Any
     new_rows: NewRows = field(default_factory=dict)
@@ -111,7 +112,9 @@ class Tuning:
             new_rows=self.new_rows,
         )
         if self.start:
-            engine.load_adapter(self.start)
+            # An adapter that begins to score has no head yet.
+            fresh = {name: engine.parameters[name] for name in {SCORE} & engine.parameters.keys()}
+            engine.load_adapter({**fresh, **self.start})
         return engine
 
     def artifact(self, engine: Engine, base_model: str) -> Artifact:
@@ -139,6 +142,8 @@ class Tuning:
         lines = [f"adapter   {kind} rank {lora.rank}, alpha {lora.alpha:g}{scaling}, {size}{start}"]
         if self.config.loraplus_lr_ratio is not None:
             lines.append(f"          B learns at {self.config.loraplus_lr_ratio:g} times the rate (LoRA+)")
+        if lora.scores:
+            lines.append("          and a head that scores the last token of an answer")
         if lora.modules_to_save:
             lines.append(f"          trained whole: {', '.join(lora.modules_to_save)}")
         if self.config.init_adapter is not None:
@@ -156,7 +161,9 @@ class Tuning:
         ]
 
 
-def plan_tuning(config: SftConfig, base: LocalModel, tokenizer: PreTrainedTokenizerFast) -> Tuning:
+def plan_tuning(
+    config: RunConfigT, base: LocalModel, tokenizer: PreTrainedTokenizerFast
+) -> Tuning[RunConfigT]:
     """Decide what is trained; `tokenizer` gets the new tokens.
 
     Raises:
@@ -168,12 +175,12 @@ def plan_tuning(config: SftConfig, base: LocalModel, tokenizer: PreTrainedTokeni
     if config.init_adapter is not None:
         return _from_adapter(config, base, description, tokenizer)
     config = config.with_changes(learning_rate=peak_rate(config))
-    new_rows = add_tokens(tokenizer, config.new_tokens)
+    new_rows: NewRows = add_tokens(tokenizer, config.new_tokens)
     size = max([int(description.vocab_size), *(token + 1 for token in new_rows)])
     vocabulary = size if size > description.vocab_size else None
     if config.tuner_type == "full":
         return Tuning(FullSpec(vocabulary), config, base, description, new_rows)
-    ends = _ends(description) if new_rows else ()
+    ends: tuple[str, ...] = _ends(description) if new_rows else ()
     rounds = config.init_lora_weights.partition("_niter_")[2]
     spec = LoraSpec(
         rank=config.lora_rank,
@@ -186,6 +193,7 @@ def plan_tuning(config: SftConfig, base: LocalModel, tokenizer: PreTrainedTokeni
         pissa_rounds=int(rounds) if rounds else None,
         modules_to_save=tuple(dict.fromkeys([*config.modules_to_save, *ends])),
         vocabulary=vocabulary,
+        scores=isinstance(config, RewardConfig),
     )
     return Tuning(spec, config, base, description, new_rows)
 
@@ -237,14 +245,19 @@ def _ends(description: Any) -> tuple[str, ...]:
 
 
 def _from_adapter(
-    config: SftConfig, base: LocalModel, description: Any, tokenizer: PreTrainedTokenizerFast
-) -> Tuning:
+    config: RunConfigT, base: LocalModel, description: Any, tokenizer: PreTrainedTokenizerFast
+) -> Tuning[RunConfigT]:
     """Go on from an adapter: what it is, it brings, new tokens too; only dropout is the new run's."""
     folder = find_checkpoint(Path(config.init_adapter or "").expanduser())
     if not (folder / ADAPTER).is_file():
         raise UserError(f"--init_adapter {folder} is a whole model: give it as --model, and leave this out")
     spec, tensors = load_adapter(folder)
-    spec = replace(spec, dropout=config.lora_dropout)
+    scores = isinstance(config, RewardConfig)
+    if spec.scores and not scores:
+        raise UserError(
+            f"--init_adapter {folder} is a reward model, which writes no answers; give another one"
+        )
+    spec = replace(spec, dropout=config.lora_dropout, scores=scores)
     fingerprint = recorded(folder).get("base", {}).get("fingerprint")
     if fingerprint is not None and fingerprint != base.fingerprint:
         raise UserError(
@@ -299,7 +312,7 @@ def _learn_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         )
 
 
-def _same(name: str, config: SftConfig, brought: Mapping[str, Any], description: Any) -> bool:
+def _same(name: str, config: RunConfig, brought: Mapping[str, Any], description: Any) -> bool:
     """Whether a knob says what the adapter has; targets and modules may be written in several ways."""
     asked = getattr(config, name)
     if name == "target_modules":
@@ -337,4 +350,5 @@ def trained_numbers(description: Any, spec: Spec) -> int:
     factors = spec.rank * sum(layer.in_features + layer.out_features for layer in layers)
     lengths = sum(layer.out_features for layer in layers) if spec.dora else 0
     whole = {p for name in trained_whole(model, spec) for p in model.get_submodule(name)._parameters.values()}
-    return factors + lengths + sum(p.numel() for p in whole if p is not None)
+    head = int(description.hidden_size) if spec.scores else 0
+    return factors + lengths + head + sum(p.numel() for p in whole if p is not None)

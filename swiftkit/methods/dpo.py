@@ -1,0 +1,165 @@
+"""Direct preference optimization and its kin: chosen answers become likelier than a reference has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from swiftkit.config import DpoConfig, PreferenceConfig
+from swiftkit.data import Pairs, prepare_pairs
+from swiftkit.data.tokenizer import load_tokenizer
+from swiftkit.engine.build import check_model
+from swiftkit.engine.placement import Placement, find_device, place
+from swiftkit.formats.named import open_model
+from swiftkit.methods.preference import loss_of
+from swiftkit.methods.reference import Reference, open_reference
+from swiftkit.methods.sft import check_vocabulary, longest_window, resolved
+from swiftkit.train.job import Job
+from swiftkit.train.judge import check_evaluated
+from swiftkit.train.loop import fit
+from swiftkit.train.run import Run
+from swiftkit.train.steps import StepPlan, plan_steps
+from swiftkit.train.tuning import plan_tuning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from swiftkit.data.pairs import Rows
+
+
+def run(config: DpoConfig, console: Console) -> Run:
+    """From a checked config to a finished run.
+
+    Raises:
+        UserError: for what is wrong with config, model or data, before weights are loaded.
+    """
+    find_device(config.device)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
+    tokenizer = load_tokenizer(model.path, config.chat_template)
+    asked, tuning = config, plan_tuning(config, model, tokenizer)
+    config = tuning.config.with_changes(beta=config.reward_scale, rpo_alpha=config.chosen_weight)
+    description = check_model(model.path, tuning.spec)
+    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
+    tuning.check_room(placement)
+    kind: Rows = "labelled" if config.loss_type == "kto" else "pairs"
+    longest = longest_window(description, config.max_length)
+    data, evaluation = prepare_rows(config, tokenizer, placement, longest, kind=kind)
+    check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
+    plan = plan_rows(config, data, placement)
+    reference = open_reference(config, tokenizer, data, say)
+    job = Job(
+        method="dpo",
+        asked=asked,
+        config=resolved(config, placement, plan, data.max_length),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        evaluation=evaluation,
+        plan=plan,
+        placement=placement,
+        tuning=tuning,
+        layers="fused" if placement.fused else "plain",
+        console=console,
+        warnings=tuning.warnings(),
+        notes=_about(config),
+    )
+    with job.announce():
+        parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
+        kept = Reference(job.folder, plan, pad_id=job.pad_id)
+        known = kept.known(parts) if config.needs_reference else parts
+        if known is None and reference is not None:  # before the policy is loaded: there may be room for one
+            known = kept.computed(reference.load(), parts)
+        engine = tuning.load(placement, tokens=plan.tokens)
+        if known is None:
+            known = kept.computed(engine, parts)
+        with job.begin(engine) as log:
+            fit(
+                engine,
+                known["training"],
+                loss_of(config),
+                knobs=config,
+                plan=plan,
+                log=log,
+                pad_id=job.pad_id,
+                evaluation=known.get("evaluation"),
+                keeper=job.keeper(engine),
+            )
+        return job.end(engine)
+
+
+def prepare_rows(
+    config: PreferenceConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    placement: Placement,
+    longest: int | None,
+    *,
+    kind: Rows = "pairs",
+) -> tuple[Pairs, Pairs | None]:
+    """Rows to train on, and those to evaluate on: their own files, or a share of the rows.
+
+    Args:
+        config: where the rows are, and what is done with them.
+        tokenizer: with the run's template.
+        placement: fused layers have no attention for a prompt that two answers share, so they get them apart.
+        longest: tokens that the model can read.
+        kind: pairs, or single answers with a label.
+    """
+    rows = partial(
+        prepare_pairs,
+        tokenizer=tokenizer,
+        kind=kind,
+        truncation_strategy=config.truncation_strategy,
+        share_prompt=config.share_prompt and not placement.fused,
+        system=config.system,
+        columns=config.columns,
+        thinking_history=config.thinking_history,
+        skip_bad_rows=config.skip_bad_rows,
+        max_dropped=config.max_dropped,
+        streaming=config.streaming,
+        seed=config.seed,
+    )
+    ratio = 0.0 if config.val_dataset else config.split_dataset_ratio
+    data = rows(config.dataset, max_length=config.max_length, split_ratio=ratio)
+    if longest is not None and data.max_length > longest:
+        data = rows(config.dataset, max_length=longest, split_ratio=ratio)
+    if config.val_dataset:
+        return data, rows(config.val_dataset, max_length=data.max_length)
+    return data, data.evaluation
+
+
+def check_rows(config: PreferenceConfig, data: Pairs, evaluation: Pairs | None, *, vocabulary: int) -> None:
+    """Refuse rows that do not fit the model, and knobs that need rows which are not there.
+
+    Raises:
+        UserError: naming the row or the knob.
+    """
+    for part in (data, evaluation):
+        if part is not None:
+            check_vocabulary(part, vocabulary)
+    check_evaluated(config, evaluation)
+
+
+def plan_rows(config: PreferenceConfig, data: Pairs, placement: Placement) -> StepPlan:
+    """Steps and batch sizes; a window is a row."""
+    lengths = data.window_lengths.tolist()
+    return plan_steps(
+        config,
+        num_windows=data.num_windows,
+        max_length=max(lengths),
+        device_type=placement.device.type,
+        fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
+        lengths=lengths,
+    )
+
+
+def _about(config: DpoConfig) -> list[str]:
+    """What the header says of loss and reference."""
+    lines = [f"loss      {config.loss_type}, beta {config.reward_scale:g}"]
+    if config.needs_reference:
+        what = config.ref_model or config.init_adapter
+        what = what if what else f"{config.model} as it is before training"
+        lines.append(f"reference {what}; its log-probabilities are computed once")
+    return lines

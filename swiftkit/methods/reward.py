@@ -1,0 +1,163 @@
+"""Reward models: a score for an answer, higher for the chosen one of each pair (Bradley and Terry 1952)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from swiftkit.config import RewardConfig
+from swiftkit.data import Pairs
+from swiftkit.data.tokenizer import load_tokenizer
+from swiftkit.engine import Batch, Engine, Head, Sums
+from swiftkit.engine.build import check_model
+from swiftkit.engine.placement import find_device, place
+from swiftkit.formats.named import open_model
+from swiftkit.methods.dpo import check_rows, plan_rows, prepare_rows
+from swiftkit.methods.scoring import scores_of
+from swiftkit.methods.sft import longest_window, resolved
+from swiftkit.train.job import Job
+from swiftkit.train.loop import fit
+from swiftkit.train.run import Run, write_whole
+from swiftkit.train.steps import StepPlan, evaluation_batches
+from swiftkit.train.tuning import plan_tuning
+
+CALIBRATION = "calibration.json"
+BINS = 10
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """-log sigmoid(chosen - rejected - margin), a sum over pairs (https://arxiv.org/abs/2307.09288, 2).
+
+    Args:
+        score: the head.
+        centering: weight of (chosen + rejected)^2 (https://arxiv.org/abs/2312.09244).
+    """
+
+    score: nn.Linear
+    centering: float = 0.0
+
+    def __call__(self, _: Head, hidden: Tensor, batch: Batch) -> Sums:
+        """`hidden` is [tokens, hidden] of chosen and rejected answers by turns."""
+        assert batch.answers is not None, "a batch of pairs"
+        chosen, rejected = scores_of(self.score, hidden, batch).view(-1, 2).unbind(1)
+        losses = -F.logsigmoid(chosen - rejected - batch.answers.margins)
+        if self.centering:
+            losses = losses + self.centering * (chosen + rejected).square()
+        won = (chosen > rejected).float() + 0.5 * (chosen == rejected)
+        return {
+            "loss": losses.sum(),
+            "accuracy": won.sum(),
+            "margin": (chosen - rejected).sum(),
+            "chosen_score": chosen.sum(),
+            "rejected_score": rejected.sum(),
+        }
+
+
+def run(config: RewardConfig, console: Console) -> Run:
+    """From a checked config to a finished run.
+
+    Raises:
+        UserError: for what is wrong with config, model or data, before weights are loaded.
+    """
+    find_device(config.device)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
+    tokenizer = load_tokenizer(model.path, config.chat_template)
+    asked, tuning = config, plan_tuning(config, model, tokenizer)
+    config = tuning.config
+    description = check_model(model.path, tuning.spec)
+    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
+    longest = longest_window(description, config.max_length)
+    data, evaluation = prepare_rows(config, tokenizer, placement, longest)
+    check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
+    plan = plan_rows(config, data, placement)
+    job = Job(
+        method="reward",
+        asked=asked,
+        config=resolved(config, placement, plan, data.max_length),
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        evaluation=evaluation,
+        plan=plan,
+        placement=placement,
+        tuning=tuning,
+        layers="fused" if placement.fused else "plain",
+        console=console,
+        warnings=tuning.warnings(),
+    )
+    with job.announce():
+        engine = tuning.load(placement, tokens=plan.tokens)
+        with job.begin(engine) as log:
+            fit(
+                engine,
+                data,
+                RewardLoss(engine.model.score, config.center_rewards_coefficient),  # type: ignore[arg-type]
+                knobs=config,
+                plan=plan,
+                log=log,
+                pad_id=job.pad_id,
+                evaluation=evaluation,
+                keeper=job.keeper(engine),
+            )
+        if evaluation is not None:
+            found = calibration(engine, evaluation, plan, pad_id=job.pad_id)
+            write_whole(job.folder / CALIBRATION, found)
+            for line in _about(found):
+                say(line)
+        return job.end(engine)
+
+
+@torch.no_grad()
+def calibration(engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int) -> dict[str, Any]:
+    """How far sigmoid(chosen - rejected) is what it says: a probability that this answer is the chosen one.
+
+    Every pair counts in both directions, so that the probabilities lie on both sides of one half.
+
+    Returns:
+        `pairs`, `accuracy`, `error` (expected calibration error over BINS equal bins, Guo et al. 2017,
+        https://arxiv.org/abs/1706.04599), and `bins` with the mean probability and the share that was chosen.
+    """
+    engine.model.eval()
+    found = []
+    for packed in evaluation_batches(data, plan, pad_id=pad_id):
+        batch = Batch.of(packed, device=engine.device)
+        scores = scores_of(engine.model.score, engine.hidden(batch), batch)  # type: ignore[arg-type]
+        found.append(scores.view(-1, 2))
+    engine.model.train()
+    chosen, rejected = torch.cat(found).double().cpu().unbind(1)
+    margins = chosen - rejected
+    accuracy = ((margins > 0).double() + 0.5 * (margins == 0)).mean().item()
+    return {"pairs": len(margins), "accuracy": accuracy, **binned(margins.sigmoid().tolist())}
+
+
+def binned(probabilities: Sequence[float]) -> dict[str, Any]:
+    """Expected calibration error, and the bins, of the probabilities of what did happen and its opposite."""
+    said = torch.tensor([*probabilities, *(1 - p for p in probabilities)], dtype=torch.float64)
+    true = torch.cat([torch.ones(len(probabilities)), torch.zeros(len(probabilities))]).double()
+    bins, error = [], 0.0
+    place = (said * BINS).long().clamp_max(BINS - 1)
+    for number in range(BINS):
+        own = place == number
+        if not own.any():
+            continue
+        mean, share = said[own].mean().item(), true[own].mean().item()
+        error += own.double().mean().item() * abs(mean - share)
+        bins.append({"count": int(own.sum()), "probability": mean, "chosen": share})
+    return {"error": error, "bins": bins}
+
+
+def _about(found: dict[str, Any]) -> list[str]:
+    return [
+        "",
+        f"held out  {found['pairs']:,} pairs, {found['accuracy']:.1%} the right way round, calibration error "
+        f"{found['error']:.3f}",
+    ]
