@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
 _DOORS = ("dpo", "evaluate", "merge", "quantize_model", "report", "reward", "reward_model", "sft")
 
-__all__ = ["Run", "__version__", "dpo", "evaluate", "merge", "quantize_model", "report", "reward", "reward_model", "sft"]
+__all__ = [
+    "Run",
+    "__version__",
+    "dpo",
+    "evaluate",
+    "merge",
+    "quantize_model",
+    "report",
+    "reward",
+    "reward_model",
+    "sft",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -241,7 +241,9 @@ def test_pair_losses_equal_trl(kind: str, tmp_path: Path, seed: int) -> None:
 
     model = tiny.make_toy(tmp_path / "toy", seed=seed % 1000)
     loss, options = SHARED.get(kind, (PairLoss("sigmoid", 0.3, chosen_weight=0.7), {}))
-    if kind == "rpo":  # its cross-entropy is a mean over the tokens of a batch there, over those of a pair here
+    if (
+        kind == "rpo"
+    ):  # its cross-entropy is a mean over the tokens of a batch there, over those of a pair here
         options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
     config = DPOConfig(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, beta=0.3, precompute_ref_log_probs=False,
@@ -294,7 +296,10 @@ def test_kto_equals_trl(tmp_path: Path, seed: int) -> None:
         per_device_train_batch_size=2,
     )  # fmt: skip
     data = Dataset.from_list(
-        [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]
+        [
+            {"prompt": "a", "completion": "b", "label": True},
+            {"prompt": "c", "completion": "d", "label": False},
+        ]
     )
     trainer = tuned_by_trl(KTOTrainer, config, model, data)
     trainer.precompute_ref_logps = True
@@ -357,7 +362,9 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     pick = ("step", "loss", "margin", "eval_loss", "eval_accuracy", "grad_norm")
     facts = [[{k: line[k] for k in pick if k in line} for line in lines_of(run)] for run in (whole, again)]
     assert facts[0] == facts[1]
-    saved = [Path(run.folder, "checkpoint-4", "adapter_model.safetensors").read_bytes() for run in (whole, again)]
+    saved = [
+        Path(run.folder, "checkpoint-4", "adapter_model.safetensors").read_bytes() for run in (whole, again)
+    ]
     assert saved[0] == saved[1]
 
 
