@@ -1,0 +1,1 @@
+"""Meshes, shards and their collectives, launching."""
