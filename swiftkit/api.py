@@ -52,7 +52,7 @@ def sft(config: str | Path | None = None, /, *, console: Console | None = None, 
 
 
 def start_sft(config: SftConfig, console: Console) -> Run:
-    """Train in this process, or where there are several GPUs or NPROC_PER_NODE says so, in several of them."""
+    """Train here, or in several processes where there are several GPUs or NPROC_PER_NODE says so."""
     from swiftkit.parallel.launch import plan_here, start
     from swiftkit.parallel.worker import write_result
 

@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as mistake:
         sys.exit(_complain(str(mistake)))
     except WorkerError as failure:
-        _complain(str(failure))
-        print(failure.trace, file=sys.stderr)
+        _complain(f"{failure}\n{failure.trace}".rstrip())
         sys.exit(1)
     except KeyboardInterrupt:
         print("\nswiftkit: interrupted", file=sys.stderr)

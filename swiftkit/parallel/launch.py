@@ -82,7 +82,7 @@ class Launch:
 def plan_launch(
     asked: int | Auto, device: str, *, environment: Mapping[str, str], gpus: int, cuda_build: bool = True
 ) -> Launch | None:
-    """How many processes a run gets on this node; None where torchrun started this one already.
+    """How many processes a run gets on this node; None where torchrun started this one.
 
     Args:
         asked: `--nproc_per_node`.
@@ -120,8 +120,8 @@ def _check_list(visible: str | None, gpus: int) -> None:
     named = [word for word in (visible or "").split(",") if word.strip() not in ("", "-1")]
     if len(named) > gpus:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible} names {len(named)} GPU{'s' if len(named) > 1 else ''}, and torch "
-            f"sees {gpus} of them; name those that `nvidia-smi -L` lists, or give --device cpu"
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(named)} GPU{'s' if len(named) > 1 else ''}, and "
+            f"torch sees {gpus} of them; name those that `nvidia-smi -L` lists, or give --device cpu"
         )
 
 
@@ -210,7 +210,7 @@ def _run(launch: Launch, command: list[str], folder: Path) -> None:
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        raise _what_failed(codes, failures(folder), folder) from None
+        raise _what_failed(codes, failures(folder), folder, processes=launch.processes) from None
     except RuntimeError as failure:  # torch's word for a store that cannot be opened or reached
         words = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise UserError(f"the nodes cannot meet at {launch.address}:{launch.port}: {words}") from failure
@@ -226,38 +226,45 @@ def _rendezvous(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _what_failed(codes: Mapping[int, int], told: list[Failure], folder: Path) -> BaseException:
+def _what_failed(
+    codes: Mapping[int, int], told: list[Failure], folder: Path, *, processes: int
+) -> BaseException:
     """The error that the others followed from.
 
     Args:
         codes: exit codes by rank, of workers that torchrun saw fail.
         told: what workers wrote.
         folder: the launcher's.
+        processes: on this node.
     """
-    killed = {rank: -code for rank, code in codes.items() if code < 0}
+    followed = {failure.rank for failure in told}
+    killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in followed}
     first = next((failure for failure in told if not failure.follows), None)
     if first is not None:
-        rank = "" if first.rank == 0 and not first.trace else f"rank {first.rank}: "
-        message = f"{rank}{first.message}"
+        whose = "" if first.rank == 0 and not first.trace else f"rank {first.rank}: "
+        message = f"{whose}{first.message}"
         return WorkerError(message, first.trace) if first.trace else UserError(message)
     stops = {128 + signal.SIGINT: KeyboardInterrupt(), 128 + signal.SIGTERM: SystemExit(143)}
     stopped = next((stops[code] for code in codes.values() if code in stops), None)
     if stopped is not None and not killed:
         return stopped
     if killed:
-        rank, number = min(killed.items())
+        # torchrun ends the others by SIGTERM.
+        rank, number = min(killed.items(), key=lambda item: (item[1] == signal.SIGTERM, item[0]))
         hint = "; is the host's memory full (dmesg)?" if number == signal.SIGKILL else ""
-        words = _last_words(folder, rank)
-        return WorkerError(f"rank {rank}: its process was killed by {signal.Signals(number).name}{hint}", words)
+        words = _last_words(folder, rank % processes)
+        return WorkerError(
+            f"rank {rank}: its process was killed by {signal.Signals(number).name}{hint}", words
+        )
     if told:
         return WorkerError(f"rank {told[0].rank}: {told[0].message}", told[0].trace)
     rank, code = min(codes.items())
-    return WorkerError(f"rank {rank}: its process ended with {code}", _last_words(folder, rank))
+    return WorkerError(f"rank {rank}: its process ended with {code}", _last_words(folder, rank % processes))
 
 
-def _last_words(folder: Path, rank: int) -> str:
+def _last_words(folder: Path, local_rank: int) -> str:
     """The end of what a worker wrote, where it did not go to the terminal."""
-    files = sorted(folder.glob(f"logs/**/{rank}/stderr.log"))
+    files = sorted(folder.glob(f"logs/**/{local_rank}/stderr.log"))
     lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
     return "\n".join(lines[-TAIL:])
 

@@ -1,7 +1,7 @@
 """A process that swiftkit's launcher started: how it ends, and how it tells what went wrong.
 
-The launcher's folder is known to its workers by an environment variable. Each writes its process id there, and
-its failure; the first rank writes where the result is.
+An environment variable gives the launcher's folder to its workers. Each writes its process id there, and its
+failure; the first rank writes where the result is.
 """
 
 from __future__ import annotations

@@ -204,9 +204,7 @@ def joined(device: str) -> Iterator[World]:
     if begun:
         _begin(place)
     mesh = Layout(replicate=dist.get_world_size()).mesh(device)
-    yield World(
-        dist.get_rank(), dist.get_world_size(), local, local_size, place, mesh.get_group("replicate")
-    )
+    yield World(dist.get_rank(), dist.get_world_size(), local, local_size, place, mesh.get_group("replicate"))
     if begun:  # after an error the process ends, and with it the group: nobody must be waited for
         dist.destroy_process_group()
 

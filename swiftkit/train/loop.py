@@ -290,9 +290,7 @@ class _Run:
             return False
         done = self._state.step
         with self._meter.paused():
-            values = evaluate(
-                self._engine, self._watched(self._evaluation), self._loss, world=self._world
-            )
+            values = evaluate(self._engine, self._watched(self._evaluation), self._loss, world=self._world)
         self._watch.check(values, step=done)
         self._log.evaluation(values, step=done)
         return self._judge.take(values, step=done)

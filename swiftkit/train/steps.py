@@ -79,9 +79,7 @@ def plan_steps(
     windows = windows_of_run(num_windows, knobs.num_train_epochs)
     # A small data set gets smaller steps, for FEWEST_STEPS of them; where their number is given, a step only
     # takes no window twice.
-    whole, note = _global_batch(
-        knobs, num_windows if knobs.max_steps > 0 else windows // FEWEST_STEPS, ranks
-    )
+    whole, note = _global_batch(knobs, num_windows if knobs.max_steps > 0 else windows // FEWEST_STEPS, ranks)
     steps = math.ceil(windows / whole)
     if knobs.max_steps > 0:
         steps, windows = knobs.max_steps, knobs.max_steps * whole
@@ -111,7 +109,10 @@ def _round_up(tokens: int, multiple: int) -> int:
 
 
 def _micro_batch(knobs: TrainKnobs, whole: int, longest: Sequence[int], device_type: str) -> int:
-    """Windows at once, of the `whole` of a rank; on auto as many of the longest as the device takes, so that no others are too many."""
+    """Windows at once, of the `whole` of a rank.
+
+    On auto as many of the longest as the device takes, so that no others are too many.
+    """
     if knobs.per_device_train_batch_size != "auto":
         return knobs.per_device_train_batch_size
     if knobs.gradient_accumulation_steps != "auto":
@@ -159,7 +160,9 @@ def check_batch_sizes(knobs: TrainKnobs, ranks: int) -> None:
 def _idle(whole: int, ranks: int) -> str:
     if whole >= ranks:
         return ""
-    return f"a step has {whole} windows for {ranks} processes, so that {ranks - whole} have nothing to do in it"
+    return (
+        f"a step has {whole} windows for {ranks} processes, so that {ranks - whole} have nothing to do in it"
+    )
 
 
 def microbatches_of_step(
