@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from swiftkit.engine import Batch, Engine, FullSpec, LoraSpec
+from swiftkit.engine.compiled import compile_layers
+from swiftkit.formats.peft import save_adapter
 from swiftkit.methods.sft import loss
 from tests import tiny
 from tests.ranks import on_ranks
@@ -28,11 +30,7 @@ CASES: dict[str, Case] = {
     "dropout": ("llama", LoraSpec(rank=4, alpha=8, dropout=0.25), {}),
     "ends": ("llama", LoraSpec(rank=4, alpha=8, modules_to_save=("embed_tokens", "lm_head")), {}),
     **{f"full-{family}": (family, FullSpec(), {}) for family in tiny.FAMILIES},
-    **{
-        f"{base}-{family}": (f"wide-{family}", SPEC, {"base": base})
-        for base in ("fp8", "nf4", "nf4-fp8")
-        for family in ("llama", "phi3")
-    },
+    **{f"nf4-{family}": (f"wide-{family}", SPEC, {"base": "nf4"}) for family in ("llama", "phi3")},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in tiny.FAMILIES},
@@ -73,7 +71,8 @@ def _run(folder: Path, case: Case, group: dist.ProcessGroup | None) -> Seen:
     batches = [tiny.row(tiny.documents([13, 4, 22], seed=seed)) for seed in range(3)]
     seen: Seen = {"start": start, "logits": _logits(engine, batches[0])}
     torch.manual_seed(3)
-    optimizer = torch.optim.AdamW(list(engine.parameters.values()), lr=1e-3)
+    # With the usual eps, what has no gradient but rounding (key biases) would move by whole steps.
+    optimizer = torch.optim.AdamW(list(engine.parameters.values()), lr=1e-3, eps=1e-4)
     for step in range(STEPS):
         sums = engine.forward_backward([batches[step % 3], batches[(step + 1) % 3]], loss, denominator=38)
         norm = engine.gradient_norm()
@@ -133,6 +132,8 @@ def prove(folder: Path, size: int, cases: list[str]) -> None:
 
 
 def run_parallel(folder: Path, cases: list[str]) -> dict[str, Seen]:
+    if "llama" in cases:
+        save(folder, parallel=True)
     return run(folder, cases, parallel=True)
 
 
@@ -140,10 +141,61 @@ FAST = ["llama", "phi3", "olmo2", "uneven", "dropout", "full-llama-tied-biased",
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
+    """Every number of a run, and the adapter's file, byte for byte."""
     prove(tmp_path, 2, FAST)
+    save(tmp_path, parallel=False)
+    for file in (tmp_path / "one").iterdir():
+        assert (tmp_path / "gathered" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_family_and_base(size: int, tmp_path: Path) -> None:
-    prove(tmp_path, size, [case for case in CASES if not (size == 4 and case == "uneven")])
+@pytest.mark.parametrize("part", range(4))
+def test_every_family_and_base(part: int, size: int, tmp_path: Path) -> None:
+    """With four ranks there are more of them than key-value heads; three cannot share two groups' heads."""
+    prove(tmp_path, size, [case for case in CASES if not (size == 4 and case == "uneven")][part::4])
+
+
+def save(folder: Path, *, parallel: bool) -> None:
+    """Drawn values as a PEFT adapter."""
+    group = dist.group.WORLD if parallel else None
+    engine = Engine.load(folder / "llama", dtype=torch.float32, device=CPU, lora=SPEC, tp=group)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {name: tensor.shape for name, tensor in engine.whole_parameters().items()}
+    engine.load_adapter({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+    tensors = engine.whole_parameters()
+    if not parallel or dist.get_rank() == 0:
+        out = folder / ("gathered" if parallel else "one")
+        out.mkdir()
+        save_adapter(out, tensors, spec=SPEC, base_model="toy", linear_names=engine.linear_names)
+
+
+def graphs(folder: Path) -> tuple[int, float]:
+    """Graphs that compiled layers make over two rows, and their loss's error against eager ones."""
+    seen: list[float] = []
+    count = 0
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    for compiled in (False, True):
+        engine = Engine.load(
+            folder / "llama", dtype=torch.float32, device=CPU, lora=SPEC, tp=dist.group.WORLD
+        )
+        if compiled:
+            compile_layers(engine.model, backend=counted)  # type: ignore[arg-type]
+        for lengths in ([13, 4], [9, 8]):
+            sums = engine.forward_backward([tiny.row(tiny.documents(lengths))], loss, denominator=1.0)
+        seen.append(float(sums["loss"]))
+    return count, abs(seen[1] / seen[0] - 1)
+
+
+@pytest.mark.slow
+def test_collectives_compile(tmp_path: Path) -> None:
+    """No graph more than without ranks: before and after the attention, which is left out."""
+    make_models(tmp_path, ["llama"])
+    for count, off in on_ranks(graphs, 2, tmp_path / "ranks", tmp_path):
+        assert count == 2
+        assert off < 1e-6
