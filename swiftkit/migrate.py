@@ -263,7 +263,7 @@ _ALIGNMENT = [
 _ENVIRONMENT = [
     Entry("CUDA_VISIBLE_DEVICES", "environment", "accepted", "CUDA_VISIBLE_DEVICES"),
     *(
-        Entry(word, "environment", "not yet", None, "one process on one device so far")
+        Entry(word, "environment", "accepted", word)
         for word in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     ),
 ]

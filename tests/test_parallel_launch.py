@@ -175,12 +175,12 @@ def test_from_python_a_run_comes_back(inputs: Path, tmp_path: Path) -> None:
     """Also where the calling script has no guard around its main part."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"import swiftkit\nrun = swiftkit.sft(model={str(inputs / 'toy')!r}, device='cpu', "
+        f"import swiftkit\nfrom swiftkit.errors import UserError\nrun = swiftkit.sft(model={str(inputs / 'toy')!r}, device='cpu', "
         f"dataset={str(inputs / 'rows.jsonl')!r}, output_dir={str(tmp_path / 'out')!r}, max_steps=2, "
         "sample_prompts='none', report_to='none', nproc_per_node=2, packing=False)\n"
         "print('came back', run.folder, run.args['machine']['processes'])\n"
         "try:\n    swiftkit.sft(run.folder / 'args.json', max_length=100_000, nproc_per_node=2)\n"
-        "except swiftkit.UserError as refusal:\n    print('refused', refusal)\n"
+        "except UserError as refusal:\n    print('refused', refusal)\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -241,7 +241,7 @@ def test_workers_save_and_end_when_the_launcher_is_killed(inputs: Path, tmp_path
     ("fault", "code", "words"),
     [
         ("raise ValueError('planted')", 1, "swiftkit: rank 1: ValueError: planted ("),
-        ("from swiftkit import UserError; raise UserError('mend it')", 2, "swiftkit: rank 1: mend it"),
+        ("from swiftkit.errors import UserError; raise UserError('mend it')", 2, "swiftkit: rank 1: mend it"),
     ],
 )
 def test_one_rank_that_fails_ends_all_with_its_own_error(

@@ -194,7 +194,8 @@ def _run(launch: Launch, command: list[str], folder: Path) -> None:
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.processes,
-        run_id=os.environ.get("TORCHELASTIC_RUN_ID") or f"swiftkit-{uuid.uuid4().hex}",
+        # The same on every node: they meet under this name.
+        run_id=f"swiftkit-{launch.port}" if launch.port else f"swiftkit-{uuid.uuid4().hex}",
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         shutdown_timeout=SAVES,

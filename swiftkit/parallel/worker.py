@@ -1,7 +1,7 @@
 """A process that swiftkit's launcher started: how it ends, and how it tells what went wrong.
 
 An environment variable gives the launcher's folder to its workers. Each writes its process id there, and its
-failure; the first rank writes where the result is.
+failure; the first rank of each node writes where the result is.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _end(code: int) -> NoReturn:
 def write_result(path: Path) -> None:
     """Tell the launcher where the result is."""
     folder = os.environ.get(FOLDER)
-    if folder is not None and os.environ.get("RANK") == "0":
+    if folder is not None and os.environ.get("LOCAL_RANK") == "0":
         (Path(folder) / RESULT).write_text(str(path.resolve()), encoding="utf-8")
 
 
