@@ -30,11 +30,16 @@ CASES: dict[str, Case] = {
     "dropout": ("llama", LoraSpec(rank=4, alpha=8, dropout=0.25), {}),
     "ends": ("llama", LoraSpec(rank=4, alpha=8, modules_to_save=("embed_tokens", "lm_head")), {}),
     **{f"full-{family}": (family, FullSpec(), {}) for family in tiny.FAMILIES},
+    "fused": ("square", SPEC, {"fused": True}),
+    "fused-qwen2": ("square-qwen2", SPEC, {"fused": True}),
+    "fused-nf4": ("wide-llama", SPEC, {"fused": True, "base": "nf4"}),
     **{f"nf4-{family}": (f"wide-{family}", SPEC, {"base": "nf4"}) for family in ("llama", "phi3")},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in tiny.FAMILIES},
     "uneven": ("llama", dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, vocab_size=271)),
+    "square": ("llama", dict(hidden_size=128, intermediate_size=256, head_dim=64)),
+    "square-qwen2": ("qwen2", dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2)),
     **{
         f"wide-{family}": (
             family,
@@ -137,7 +142,7 @@ def run_parallel(folder: Path, cases: list[str]) -> dict[str, Seen]:
     return run(folder, cases, parallel=True)
 
 
-FAST = ["llama", "phi3", "olmo2", "uneven", "dropout", "full-llama-tied-biased", "nf4-llama"]
+FAST = ["llama", "phi3", "olmo2", "uneven", "dropout", "full-llama-tied-biased", "nf4-llama", "fused"]
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:

@@ -100,15 +100,13 @@ def build_model(
     whole = set() if lora is None else trained_whole(model, lora)
     if tp is not None:
         check_tensor_parallel(config, tp.ranks.size, spec=spec, quantized=base != "plain")
-        if fused:
-            raise UserError("fused layers cannot serve here: the model is cut over ranks")
         tp.cut(model)
     on_gpu = device.type == "cuda"
-    has_fused = full is None and tp is None and bool(fused or (fused is None and on_gpu))
+    has_fused = full is None and bool(fused or (fused is None and on_gpu))
     if has_fused:
         by_rank = None if lora is None else lora.scaled_by_rank()
         has_fused = fuse_layers(
-            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused)
+            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused), tp=tp
         )
     exchange(model, None if has_fused else lora, base, {} if tp is None else tp.shardings)
     _make_buffers(model, device)

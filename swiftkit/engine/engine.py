@@ -49,7 +49,7 @@ class Engine:
             weight,
             logit_rule(model.config),
             fp8="fp8" in base and not weight.requires_grad,
-            vocabulary=None if tp is None else Vocabulary(tp.vocabulary, tp.ranks),
+            vocabulary=None if tp is None else Vocabulary(tp.cuts.vocabulary, tp.ranks),
         )
         self.device = self.head.weight.device
         fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())

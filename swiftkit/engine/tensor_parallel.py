@@ -76,7 +76,9 @@ class TensorParallel:
     def cut(self, model: nn.Module) -> None:
         """Make a described model, on the meta device, this rank's part; `check_tensor_parallel` first."""
         config: Any = model.config
-        cuts = rules.cuts(config, size=self.ranks.size, rank=self.ranks.rank, rows=config.vocab_size)
+        self.cuts = cuts = rules.cuts(
+            config, size=self.ranks.size, rank=self.ranks.rank, rows=config.vocab_size
+        )
         table = rules.RULES[config.model_type]
         for name, module in list(model.named_modules()):
             match = LAYER.search(name)
@@ -92,7 +94,6 @@ class TensorParallel:
                 self._cut_norm(model, name, cuts.shard(rule))
             elif rule is not None:
                 self._cut_linear(name, module, rule.style == "row", cuts.shard(rule))
-        self.vocabulary = cuts.vocabulary
         self._cut_ends(model, cuts.vocabulary)
 
     def whole(self, name: str, own: Tensor) -> Tensor:
