@@ -175,7 +175,8 @@ def test_from_python_a_run_comes_back(inputs: Path, tmp_path: Path) -> None:
     """Also where the calling script has no guard around its main part."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"import swiftkit\nfrom swiftkit.errors import UserError\nrun = swiftkit.sft(model={str(inputs / 'toy')!r}, device='cpu', "
+        "import swiftkit\nfrom swiftkit.errors import UserError\n"
+        f"run = swiftkit.sft(model={str(inputs / 'toy')!r}, device='cpu', "
         f"dataset={str(inputs / 'rows.jsonl')!r}, output_dir={str(tmp_path / 'out')!r}, max_steps=2, "
         "sample_prompts='none', report_to='none', nproc_per_node=2, packing=False)\n"
         "print('came back', run.folder, run.args['machine']['processes'])\n"

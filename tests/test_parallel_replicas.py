@@ -141,6 +141,8 @@ def test_a_batch_that_processes_cannot_share_is_refused() -> None:
         dict(global_batch_size=16, per_device_train_batch_size=2, gradient_accumulation_steps=4),
     )
     check_batch_sizes(knobs, 2)
+    with pytest.raises(UserError, match=r"16 is not \S+ 2 x \S+ 4; leave one"):
+        check_batch_sizes(knobs, 1)
     with pytest.raises(UserError, match=r"16 is not .* 2 x .* 4 x 4 processes; leave one"):
         check_batch_sizes(knobs, 4)
 

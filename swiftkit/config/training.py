@@ -192,9 +192,9 @@ class TrainKnobs(Config):
         "auto",
         "processes that are started on this machine, each with rows of its own; auto is NPROC_PER_NODE, else "
         "one a GPU",
-        group="launch",
+        group="run",
     )
-    dry_run: bool = knob(False, "print which processes would start, and start none", group="launch")
+    dry_run: bool = knob(False, "print which processes would start, and start none", group="run")
     output_dir: str = knob("output", "runs go to OUTPUT_DIR/<model>/v<N>-<date>-<time>", group="run")
     report_to: Annotated[list[Literal["tensorboard", "wandb", "none"]], BeforeValidator(one_or_many)] = knob(
         ["tensorboard"], "where metrics also go", group="run"

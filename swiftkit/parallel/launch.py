@@ -242,15 +242,16 @@ def _what_failed(
     killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in followed}
     first = next((failure for failure in told if not failure.follows), None)
     if first is not None:
-        whose = "" if first.rank == 0 and not first.trace else f"rank {first.rank}: "
+        everyone = any(other.rank == 0 and other.message == first.message for other in told)
+        whose = "" if everyone and not first.trace else f"rank {first.rank}: "
         message = f"{whose}{first.message}"
         return WorkerError(message, first.trace) if first.trace else UserError(message)
     stops = {128 + signal.SIGINT: KeyboardInterrupt(), 128 + signal.SIGTERM: SystemExit(143)}
     stopped = next((stops[code] for code in codes.values() if code in stops), None)
-    if stopped is not None and not killed:
+    # torchrun ends the others by SIGTERM, as soon as one has ended.
+    if stopped is not None and all(number == signal.SIGTERM for number in killed.values()):
         return stopped
     if killed:
-        # torchrun ends the others by SIGTERM.
         rank, number = min(killed.items(), key=lambda item: (item[1] == signal.SIGTERM, item[0]))
         hint = "; is the host's memory full (dmesg)?" if number == signal.SIGKILL else ""
         words = _last_words(folder, rank % processes)

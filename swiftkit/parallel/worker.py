@@ -24,6 +24,7 @@ from swiftkit.errors import UserError
 FOLDER = "SWIFTKIT_LAUNCH_FOLDER"
 RESULT = "result.txt"
 OTHERS_MAY_TELL = 10.0  # seconds that a rank waits which only knows that another one is gone
+FIRST_MAY_TELL = 2.0  # seconds in which the first rank may meet the same mistake: then it is not one rank's
 ORPHAN_SAVES = 120.0  # seconds that a rank has to save and end when the launcher is gone
 
 
@@ -69,6 +70,8 @@ def as_worker() -> Iterator[None]:
         write(place, failure)
         if failure.follows:
             time.sleep(OTHERS_MAY_TELL)  # ended by the launcher, as soon as that knows who failed
+        elif rank > 0 and isinstance(error, UserError):
+            time.sleep(FIRST_MAY_TELL)
         _end(2 if isinstance(error, UserError) else 1)
 
 

@@ -8,8 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from swiftkit.parallel.world import World
+if TYPE_CHECKING:
+    from swiftkit.parallel.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
