@@ -100,17 +100,18 @@ def check_stored(parts: list[dict[str, Tensor]], one: dict[str, Tensor], *, row:
 
 
 def first_step(
-    folder: Path, base: BaseKind, fused: bool, *, parallel: bool, noise: float = 0.0
+    folder: Path, base: BaseKind, fused: bool, *, parallel: bool, shake: int | None = None
 ) -> dict[str, Any]:
-    """Loss, gradient norm and gradients of a first step; `noise` changes the adapter's last digits."""
+    """Loss, norm and gradients of a first step; `shake`, a seed, changes the adapter's last digits."""
     engine = Engine.load(
         folder, dtype=torch.float32, device=CPU, lora=SPEC, base=base, fused=fused,
         tp=dist.group.WORLD if parallel else None,
     )  # fmt: skip
     drawn = {name: value.clone() for name, value in engine.whole_parameters().items()}
     tiny.randomise_adapter(drawn)
-    generator = torch.Generator().manual_seed(9)
-    drawn = {k: v * (1 + noise * torch.randn(v.shape, generator=generator)) for k, v in drawn.items()}
+    if shake is not None:
+        generator = torch.Generator().manual_seed(shake)
+        drawn = {k: v * (1 + 1e-7 * torch.randn(v.shape, generator=generator)) for k, v in drawn.items()}
     engine.load_adapter(drawn)
     sums = engine.forward_backward([tiny.row(tiny.documents([13, 4, 22]))], loss, denominator=19)
     flat = [
@@ -137,17 +138,18 @@ def first_steps(folder: Path) -> dict[tuple[BaseKind, bool], dict[str, Any]]:
 def test_a_model_differs_no_more_than_last_digits_make_it(tmp_path: Path) -> None:
     """A sum in another order rounds a few values to another FP8 number, and layers multiply that.
 
-    So two ranks are held to what one process makes of a change in the adapter's last digits.
+    So two ranks are held to what one process makes of a change in the adapter's last digits. Fused kernels
+    scale a rank's part of a row by itself, which rounds the smallest values otherwise from the start.
     """
     family, changes = MODELS["wide-llama"]
     tiny.make(family, tmp_path / "model", **changes)
     ranks = on_ranks(first_steps, 2, tmp_path / "ranks", tmp_path / "model")
     for case in WHOLE:
         one = first_step(tmp_path / "model", *case, parallel=False)
-        shaken = first_step(tmp_path / "model", *case, parallel=False, noise=1e-7)
+        shaken = [first_step(tmp_path / "model", *case, parallel=False, shake=seed) for seed in (1, 2, 3)]
         for what in ("loss", "norm", "gradients"):
             assert torch.equal(ranks[0][case][what], ranks[1][case][what]), what
-            allowed = 3 * error(shaken[what], one[what]) + 1e-3
+            allowed = (1e-2 if case[1] else 0.0) + 3 * max(error(other[what], one[what]) for other in shaken)
             found = error(ranks[0][case][what], one[what])
             print(*case, what, f"{found:.1e} of {allowed:.1e}")
             assert found < allowed, (case, what)
