@@ -13,10 +13,10 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-browser test-gpu kill-test lint types wheel clean
+.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test lint types wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CPU and show what it says
 	$(VENV)/bin/swiftkit sft --model smollm2-135m --dataset data/persona.jsonl --num_train_epochs 6
@@ -39,6 +39,9 @@ kill-test: $(VENV)/.installed-dev  ## kill N runs at random moments, resume, com
 
 test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of torch)
 	$(PYTHON) $(PYTEST) -m "gpu and not multigpu"
+
+test-multigpu:  ## what needs several GPUs, over all that this machine has, in the Python of PYTHON
+	$(PYTHON) $(PYTEST) -m multigpu
 
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(VENV)/bin/ruff check .

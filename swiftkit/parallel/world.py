@@ -227,7 +227,7 @@ def _begin(place: torch.device) -> None:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         if place.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE, device_id=place)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
         else:
             dist.init_process_group("gloo", timeout=PATIENCE)
     except (dist.DistError, ValueError) as failure:
