@@ -16,7 +16,7 @@ DECLARED := pyproject.toml constraints.txt
 .PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test interop lint types wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CPU and show what it says
 	$(VENV)/bin/swiftkit sft --model smollm2-135m --dataset data/persona.jsonl --num_train_epochs 6
@@ -40,7 +40,7 @@ kill-test: $(VENV)/.installed-dev  ## kill N runs at random moments, resume, com
 test-gpu:  ## what needs a GPU, in the Python of PYTHON (it has a CUDA build of torch)
 	$(PYTHON) $(PYTEST) -m "gpu and not multigpu"
 
-test-multigpu:  ## what needs several GPUs, likewise
+test-multigpu:  ## what needs several GPUs, over all that this machine has, in the Python of PYTHON
 	$(PYTHON) $(PYTEST) -m multigpu
 
 INTEROP := .interop

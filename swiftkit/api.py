@@ -53,14 +53,33 @@ def sft(config: str | Path | None = None, /, *, console: Console | None = None, 
 
     Raises:
         UserError: naming what is wrong, before anything is trained.
+        WorkerError: naming rank, file and line, where one of several processes failed.
     """
     resolved = configure_run(SftConfig, "sft", knobs, file=config)
+    if resolved.dry_run:
+        raise UserError("dry_run is for the command line: swiftkit sft ... --dry_run")
     _quiet_tqdm()
     from rich.console import Console
 
+    return start_sft(resolved, console or Console())
+
+
+def start_sft(config: SftConfig, console: Console) -> Run:
+    """Train here, or in several processes where there are several GPUs or NPROC_PER_NODE says so."""
+    from swiftkit.parallel.launch import plan_here, start
+    from swiftkit.parallel.worker import write_result
+
+    launch = plan_here(config.nproc_per_node, config.device)
+    if launch is not None and launch.several:
+        from swiftkit.train.run import Run
+
+        asked = {"method": "sft", "config": config.model_dump(mode="json", exclude_unset=True)}
+        return Run(start(launch, "sft", json.dumps(asked)))
     from swiftkit.methods import sft as method
 
-    return method.run(resolved, console or Console())
+    run = method.run(config, console)
+    write_result(run.folder)
+    return run
 
 
 def dpo(config: str | Path | None = None, /, *, console: Console | None = None, **knobs: Any) -> Run:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, configure_eval, configure_run, configure_sft
+from swiftkit.api import configure, configure_eval, configure_run, configure_sft, start_sft
 from swiftkit.config import (
     ChatConfig,
     Config,
@@ -27,7 +27,9 @@ from swiftkit.config import (
     StatsConfig,
 )
 from swiftkit.errors import UserError, nearest
+from swiftkit.parallel.launch import WorkerError
 from swiftkit.parallel.options import DoctorConfig, LaunchConfig
+from swiftkit.parallel.worker import as_worker
 
 Words = list[str]
 
@@ -36,10 +38,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 when it is done, 2 for the user's mistake, 1 for ours, 130 on Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _dispatch(words)
-        sys.stdout.flush()
+        with as_worker():
+            _dispatch(words)
+            sys.stdout.flush()
     except UserError as mistake:
         sys.exit(_complain(str(mistake)))
+    except WorkerError as failure:
+        _complain(f"{failure}\n{failure.trace}".rstrip())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("\nswiftkit: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -75,11 +81,14 @@ def _sft(words: Words) -> None:
         return
     file, knobs = flags.parse(SftConfig, words)
     config = configure_sft(knobs, file=file)
+    if config.dry_run:
+        from swiftkit.parallel.launch import describe_here
+
+        print(describe_here(config.nproc_per_node, config.device, ["swiftkit", "sft", *words]))
+        return
     from rich.console import Console
 
-    from swiftkit.methods import sft
-
-    sft.run(config, Console())
+    start_sft(config, Console())
 
 
 def _dpo(words: Words) -> None:

@@ -262,7 +262,8 @@ _ALIGNMENT = [
     *_same("center_rewards_coefficient", "of `reward`"),
     *_later("ld_alpha discopop_tau loss_weights", "the losses of `dpo --help`, one at a time"),
     *_later(
-        "max_completion_length num_generations reward_funcs reward_model reward_weights epsilon num_iterations",
+        "max_completion_length num_generations reward_funcs reward_model reward_weights epsilon "
+        "num_iterations",
         "ppo and grpo",
     ),
     *_later("lmbda sft_alpha seq_kd teacher_model offload_teacher_model", "distillation"),
@@ -271,7 +272,7 @@ _ALIGNMENT = [
 _ENVIRONMENT = [
     Entry("CUDA_VISIBLE_DEVICES", "environment", "accepted", "CUDA_VISIBLE_DEVICES"),
     *(
-        Entry(word, "environment", "not yet", None, "one process on one device so far")
+        Entry(word, "environment", "accepted", word)
         for word in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     ),
 ]

@@ -48,8 +48,8 @@ def sft(**knobs: Any) -> SftConfig:
             "--global_batch_size 7 is no multiple of --per_device_train_batch_size 2",
         ),
         (
-            dict(global_batch_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=2),
-            "--global_batch_size 8 is not --per_device_train_batch_size 2 x --gradient_accumulation_steps 2; "
+            dict(global_batch_size=9, per_device_train_batch_size=2, gradient_accumulation_steps=2),
+            "--global_batch_size 9 is not --per_device_train_batch_size 2 x --gradient_accumulation_steps 2; "
             "leave one of the three on auto",
         ),
         ({"learing_rate": 1}, "unknown name --learing_rate; did you mean --learning_rate?"),

@@ -31,7 +31,8 @@ CHATS = {
     "rejected response": dict(messages=[ASKED, GOOD], rejected_response="five"),
     "rejected messages": dict(messages=[ASKED, GOOD], rejected_messages=[ASKED, BAD]),
     "sharegpt": dict(
-        conversations=[{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], rejected_response="five"
+        conversations=[{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}],
+        rejected_response="five",
     ),
     "query": dict(query="2+2?", response="4", rejected_response="five"),
     "null columns": dict(messages=[ASKED, GOOD], rejected_response="five", chosen=None, rejected=None),

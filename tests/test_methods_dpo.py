@@ -246,8 +246,8 @@ def test_pair_losses_equal_trl(kind: str, tmp_path: Path, seed: int) -> None:
     ):  # its cross-entropy is a mean over the tokens of a batch there, over those of a pair here
         options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
     config = DPOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, beta=0.3, precompute_ref_log_probs=False,
-        **{"loss_type": [kind], **options},
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, beta=0.3,
+        precompute_ref_log_probs=False, **{"loss_type": [kind], **options},
     )  # fmt: skip
     pair = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     trainer = tuned_by_trl(DPOTrainer, config, model, pair)
@@ -275,7 +275,8 @@ def test_reference_free_losses_equal_trl(kind: str, seed: int) -> None:
     gamma, smoothing = (0.5, 0.1) if kind == "simpo" else (0.0, 0.1 if kind == "cpo" else 0.0)
     ours = PairLoss(kind, 0.4, smoothing=smoothing, gamma=gamma).per_pair(chosen, rejected)
     fake = SimpleNamespace(
-        beta=0.4, alpha=0.0, label_smoothing=smoothing, simpo_gamma=gamma, accelerator=SimpleNamespace(device="cpu"),
+        beta=0.4, alpha=0.0, label_smoothing=smoothing, simpo_gamma=gamma,
+        accelerator=SimpleNamespace(device="cpu"),
         loss_type="simpo" if kind == "simpo" else "sigmoid",
     )  # fmt: skip
     if kind == "orpo":

@@ -76,7 +76,9 @@ def test_a_reward_model_loads_in_transformers_and_here(tmp_path: Path) -> None:
     assert scorer.score([("2+2? ", "4")]) == pytest.approx(scorer.score([("2+2? ", "4"), ("a", "b")])[:1])
     found = json.loads((Path(run.folder) / "calibration.json").read_text())
     evaluated = [
-        line for line in map(json.loads, open(Path(run.folder) / "logging.jsonl")) if "eval_loss" in line
+        line
+        for line in map(json.loads, (Path(run.folder) / "logging.jsonl").read_text().splitlines())
+        if "eval_loss" in line
     ]
     assert found["pairs"] == 3 and found["accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"])
     again, _ = train(tmp_path, model, init_adapter=checkpoint, max_steps=1, learning_rate=1e-6)
@@ -132,7 +134,8 @@ def test_the_reward_loss_equals_trl(centering: float, tmp_path: Path, seed: int)
                 ours_of[own] = name
     assert ours_of.keys() == engine.parameters.keys()
     config = TrlConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, center_rewards_coefficient=centering or None
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False,
+        center_rewards_coefficient=centering or None,
     )  # fmt: skip
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
     trainer = RewardTrainer(model=model, args=config, train_dataset=data, processing_class=toy.tokenizer())

@@ -188,6 +188,13 @@ class TrainKnobs(Config):
         1800.0, "a longer part of a step is reported once, with what it is doing; 0 is never", group="run",
         unit="seconds", ge=0,
     )  # fmt: skip
+    nproc_per_node: int | Auto = knob(
+        "auto",
+        "processes that are started on this machine, each with rows of its own; auto is NPROC_PER_NODE, else "
+        "one a GPU",
+        group="run",
+    )
+    dry_run: bool = knob(False, "print which processes would start, and start none", group="run")
     output_dir: str = knob("output", "runs go to OUTPUT_DIR/<model>/v<N>-<date>-<time>", group="run")
     report_to: Annotated[list[Literal["tensorboard", "wandb", "none"]], BeforeValidator(one_or_many)] = knob(
         ["tensorboard"], "where metrics also go", group="run"
@@ -221,7 +228,7 @@ class TrainKnobs(Config):
         )  # fmt: skip
         if whole == "auto":
             return self
-        if micro != "auto" and times != "auto" and micro * times != whole:
+        if micro != "auto" and times != "auto" and whole % (micro * times):  # the rest is the processes'
             raise ValueError(
                 f"--global_batch_size {whole} is not --per_device_train_batch_size {micro} x "
                 f"--gradient_accumulation_steps {times}; leave one of the three on auto"

@@ -19,10 +19,12 @@ from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.linear import Linear, LoraLinear
 from swiftkit.engine.outliers import choose_carried
+from swiftkit.engine.tensor_parallel import TensorParallel, check_tensor_parallel
 from swiftkit.errors import UserError
 from swiftkit.formats.full import FullSpec
 from swiftkit.formats.peft import FACTORS, MAGNITUDE, LoraSpec
 from swiftkit.formats.weights import Weights
+from swiftkit.parallel.shards import Shard
 from swiftkit.support import OUTSIDE_LAYERS, check
 
 NewRows = Mapping[int, Sequence[int]]
@@ -69,6 +71,7 @@ def build_model(
     fused: bool | None = None,
     tokens: int = 0,
     new_rows: NewRows | None = None,
+    tp: TensorParallel | None = None,
 ) -> nn.Module:
     """A causal language model with our linears and attention; what is trained requires a gradient.
 
@@ -85,27 +88,32 @@ def build_model(
         tokens: of the largest micro-batch, from which fused layers choose what they keep for the backward; 0
             leaves memory out of account.
         new_rows: their embeddings start as the mean of these older ones; without any, of all.
+        tp: the ranks that the model is cut over; this process builds and reads its own part alone.
 
     Raises:
-        UserError: when the files do not fit the config, or the adapter not the base.
+        UserError: when the files do not fit the config, the adapter not the base, or the model cannot be cut.
     """
     spec = full if lora is None else lora
     check(set() if spec is None else spec.features, _precision(base))
     config = describe(folder)
     model = skeleton(config, None if spec is None else spec.vocabulary)
     whole = set() if lora is None else trained_whole(model, lora)
+    if tp is not None:
+        check_tensor_parallel(config, tp.ranks.size, spec=spec, quantized=base != "plain")
+        tp.cut(model)
     on_gpu = device.type == "cuda"
     has_fused = full is None and bool(fused or (fused is None and on_gpu))
     if has_fused:
         by_rank = None if lora is None else lora.scaled_by_rank()
         has_fused = fuse_layers(
-            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused)
+            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused), tp=tp
         )
-    exchange(model, None if has_fused else lora, base)
+    exchange(model, None if has_fused else lora, base, {} if tp is None else tp.shardings)
     make_buffers(model, device)
     load_weights(
-        model, Weights(folder), dtype=dtype, device=device, rows=config.vocab_size, new_rows=new_rows or {}
-    )
+        model, Weights(folder), dtype=dtype, device=device, rows=config.vocab_size, new_rows=new_rows or {},
+        shards={} if tp is None else tp.shards,
+    )  # fmt: skip
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | FrozenLinear):
             module.reset_adapter(name=name, seed=seed, device=device)
@@ -120,8 +128,20 @@ def build_model(
     return model.train()
 
 
-def check_model(folder: Path, spec: LoraSpec | FullSpec | None) -> Any:
+def check_model(
+    folder: Path,
+    spec: LoraSpec | FullSpec | None,
+    *,
+    tensor_parallel_size: int = 1,
+    quantized: bool = False,
+) -> Any:
     """Find what is wrong with a model folder or its adapter's targets while nothing of weight is loaded.
+
+    Args:
+        folder: of the model.
+        spec: what is trained.
+        tensor_parallel_size: ranks that it is cut over.
+        quantized: whether its base will be stored in 8 or 4 bits.
 
     Returns:
         The model's transformers config.
@@ -130,12 +150,13 @@ def check_model(folder: Path, spec: LoraSpec | FullSpec | None) -> Any:
         UserError: as `build_model` would.
     """
     config = describe(folder)
+    check_tensor_parallel(config, tensor_parallel_size, spec=spec, quantized=quantized)
     model = skeleton(config, None if spec is None else spec.vocabulary)
     lora = spec if isinstance(spec, LoraSpec) else None
     if lora is not None:
         trained_whole(model, lora)
     exchange(model, lora)
-    _sources(model, Weights(folder), config.vocab_size)
+    _sources(model, Weights(folder), config.vocab_size, {})
     return config
 
 
@@ -227,6 +248,7 @@ def load_weights(
     device: torch.device,
     rows: int,
     new_rows: NewRows,
+    shards: Mapping[str, Shard],
 ) -> None:
     """Fill every base parameter from its file, one tensor at a time; tied parameters stay one.
 
@@ -236,16 +258,20 @@ def load_weights(
         dtype, device: of the parameters.
         rows: of embedding and head in the files.
         new_rows: see `build_model`.
+        shards: of parameters that are parts of what the file has; nothing else of it is read.
 
     Raises:
         UserError: naming tensors that are missing or have another shape.
     """
     ends = _vocabulary_matrices(model)
     size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    for source, names in _sources(model, weights, rows):
-        tensor = weights.read(source)
-        if ends.intersection(names):
-            tensor = _with_rows(tensor, size, new_rows)
+    for source, names in _sources(model, weights, rows, shards):
+        shard = shards.get(names[0])
+        if ends.intersection(names) and (new_rows or rows != size):
+            tensor = _with_rows(weights.read(source), size, new_rows)
+            tensor = tensor if shard is None else shard.take(tensor)
+        else:
+            tensor = weights.read(source) if shard is None else weights.part(source, shard)
         value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
         for name in names:
             _put(model, name, value)
@@ -259,8 +285,6 @@ def _vocabulary_matrices(model: nn.Module) -> set[str]:
 
 def _with_rows(matrix: Tensor, size: int, new_rows: NewRows) -> Tensor:
     """A matrix [tokens, width] with `size` rows, those of new tokens as means of their pieces' rows."""
-    if not new_rows and matrix.shape[0] == size:
-        return matrix
     grown = matrix.new_zeros(size, matrix.shape[1])
     grown[: matrix.shape[0]] = matrix
     for token, pieces in new_rows.items():
@@ -269,7 +293,9 @@ def _with_rows(matrix: Tensor, size: int, new_rows: NewRows) -> Tensor:
     return grown
 
 
-def _sources(model: nn.Module, weights: Weights, rows: int) -> list[tuple[str, list[str]]]:
+def _sources(
+    model: nn.Module, weights: Weights, rows: int, shards: Mapping[str, Shard]
+) -> list[tuple[str, list[str]]]:
     """The file's name of each base parameter, and all the names that the model has for it."""
     available = weights.names()
     found: list[tuple[str, list[str]]] = []
@@ -280,6 +306,7 @@ def _sources(model: nn.Module, weights: Weights, rows: int) -> list[tuple[str, l
         if source is None:
             missing.append(names[0])
             continue
+        shape = shards[names[0]].whole_shape(shape) if names[0] in shards else shape
         wanted = (rows, *shape[1:]) if ends.intersection(names) else shape
         if weights.shape(source) != wanted:
             raise UserError(
@@ -294,7 +321,7 @@ def _sources(model: nn.Module, weights: Weights, rows: int) -> list[tuple[str, l
 
 
 def _base_parameters(model: nn.Module) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Shape in the file of each base parameter, and all its names (a tied head is a second one)."""
+    """Shape of each base parameter as it is here, and all its names (a tied head is a second one)."""
     found: dict[int, tuple[tuple[int, ...], list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from swiftkit.engine.batch import Batch
@@ -17,9 +18,12 @@ from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.head import Head
 from swiftkit.engine.linear import Linear, LoraLinear
+from swiftkit.engine.tensor_parallel import TensorParallel
+from swiftkit.engine.vocabulary import Vocabulary
 from swiftkit.errors import UserError
 from swiftkit.formats.full import FullSpec
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Ranks
 
 Sums = dict[str, Tensor]
 Loss = Callable[[Head, Tensor, Batch], Sums]
@@ -32,14 +36,21 @@ class Engine:
     Args:
         model: what `build_model` makes.
         base: storage of its frozen weights; with FP8 products the head's gradient is one as well.
+        tp: how the model is cut over ranks; None where it is whole.
     """
 
-    def __init__(self, model: nn.Module, base: BaseKind = "plain"):
+    def __init__(self, model: nn.Module, base: BaseKind = "plain", tp: TensorParallel | None = None):
         self.model = model
+        self.tp = tp
         self.config = model.config
         weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
         # A copy in FP8 would not follow a head that is trained.
-        self.head = Head(weight, logit_rule(model.config), fp8="fp8" in base and not weight.requires_grad)
+        self.head = Head(
+            weight,
+            logit_rule(model.config),
+            fp8="fp8" in base and not weight.requires_grad,
+            vocabulary=None if tp is None else Vocabulary(tp.cuts.vocabulary, tp.ranks),
+        )
         self.device = self.head.weight.device
         fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())
         self.layers = "fused" if fused else "plain"  # for people
@@ -63,8 +74,15 @@ class Engine:
         fused: bool | None = None,
         tokens: int = 0,
         new_rows: NewRows | None = None,
+        tp: dist.ProcessGroup | None = None,
     ) -> Engine:
-        """Build from a model folder; see `build_model`."""
+        """Build from a model folder; see `build_model`.
+
+        With `tp`, a group of several ranks, each of them calls this, and everything after it, alike: same
+        arguments, same batches. Batches, loss, hidden states and logits are whole on each; `parameters` are
+        this rank's parts.
+        """
+        cut = None if tp is None or tp.size() == 1 else TensorParallel(Ranks.of(tp))
         model = build_model(
             folder,
             dtype=dtype,
@@ -76,8 +94,9 @@ class Engine:
             fused=fused,
             tokens=tokens,
             new_rows=new_rows,
+            tp=cut,
         )
-        return cls(model, base)
+        return cls(model, base, cut)
 
     @property
     def starts(self) -> dict[str, Tensor]:
@@ -89,19 +108,34 @@ class Engine:
             for factor, tensor in zip(("lora_A", "lora_B"), module.start, strict=True)
         }
 
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The trained tensors as one process would have them; every rank of `tp` must call it."""
+        tp = self.tp
+        return {name: p.detach() if tp is None else tp.whole(name, p) for name, p in self.parameters.items()}
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient, [] float32, on the device; every rank of `tp` must call it."""
+        if self.tp is not None:
+            return self.tp.gradient_norm(self.parameters)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+
     @torch.no_grad()
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the values of what is trained; names and shapes are those of `parameters`."""
+        """Set the values of what is trained; names and shapes are those of `whole_parameters`."""
         if tensors.keys() != self.parameters.keys():
             odd = sorted(tensors.keys() ^ self.parameters.keys())
             raise UserError(f"the adapter does not fit this model: {odd[0]} is only in one of the two")
         for name, tensor in tensors.items():
-            if tensor.shape != self.parameters[name].shape:
+            parameter = self.parameters[name]
+            shape = tuple(parameter.shape)
+            shape = shape if self.tp is None else self.tp.whole_shape(name, shape)
+            if tensor.shape != shape:
                 raise UserError(
                     f"the adapter does not fit this model: {name} is {list(tensor.shape)}, "
-                    f"the model asks for {list(self.parameters[name].shape)}"
+                    f"the model asks for {list(shape)}"
                 )
-            self.parameters[name].copy_(tensor)
+            parameter.copy_(tensor if self.tp is None else self.tp.own(name, tensor))
 
     def hidden(self, batch: Batch) -> Tensor:
         """Last hidden states after the final norm, [tokens, hidden]."""
@@ -122,7 +156,8 @@ class Engine:
             microbatches: the batches of one optimizer step.
             loss: the method's loss.
             denominator: of the whole step, for example its trained tokens, so that a step does not depend on
-                how it is cut into micro-batches.
+                how it is cut into micro-batches. Ranks of `tp` have the same batches; their partial gradients
+                are summed here, once, so call it once a step.
 
         Raises:
             UserError: when the device's memory is full.
@@ -136,6 +171,8 @@ class Engine:
                 sums = loss(self.head, self.hidden(batch), batch)
                 (sums["loss"] / denominator).backward()
                 _add(totals, sums)
+            if self.tp is not None:
+                self.tp.reduce_gradients(self.parameters)
         except torch.OutOfMemoryError as full:
             whole = all(parameter.requires_grad for parameter in self.model.parameters())
             raise UserError(_memory_is_full(self.device, whole=whole)) from full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -10,19 +10,26 @@ from swiftkit.engine.fused.base import BaseKind, kind_of
 from swiftkit.engine.linear import DoraLinear, Linear, LoraLinear
 from swiftkit.errors import UserError, nearest
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Sharding
 
 ALL_LINEAR = "all-linear"
 # Linear layers inside blocks that choose experts rather than transform tokens: adapted only when named.
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") -> list[str]:
+def exchange(
+    model: nn.Module,
+    spec: LoraSpec | None,
+    kind: BaseKind = "plain",
+    shardings: Mapping[str, Sharding] | None = None,
+) -> list[str]:
     """Replace every `nn.Linear` of a model by ours; the targets of `spec` get an adapter.
 
     Args:
         model: a transformers causal language model with its parameters on the meta device.
         spec: the adapter, or None for a model that is only used.
         kind: storage of the frozen weights (see `kind_of`); the output head always stays plain.
+        shardings: by name, of linear layers that are parts of what they were.
 
     Returns:
         The names of the adapted modules, in the model's order.
@@ -38,10 +45,11 @@ def exchange(model: nn.Module, spec: LoraSpec | None, kind: BaseKind = "plain") 
         own: BaseKind = "plain" if module is head else kind_of(name, kind, layers)
         if own != "plain":
             _check_widths(name, module)
+        sharding = (shardings or {}).get(name)
         if spec is not None and name in targets:
-            setattr(parent, leaf, (DoraLinear if spec.dora else LoraLinear)(module, spec, own))
+            setattr(parent, leaf, (DoraLinear if spec.dora else LoraLinear)(module, spec, own, sharding))
         else:
-            setattr(parent, leaf, Linear(module, own))
+            setattr(parent, leaf, Linear(module, own, sharding))
     return [name for name, *_ in linears if name in targets]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swiftkit.engine.families import LogitRule
 from swiftkit.engine.kernels.cross_entropy import Fp8Head, cross_entropy, loss_and_gradient_
+from swiftkit.engine.vocabulary import ShardedCrossEntropy, Vocabulary
 
 CHUNK_BYTES = {"cuda": 1 << 30}  # of logits at once; products of fewer rows leave a GPU half idle
 SMALL_CHUNK_BYTES = 1 << 28
@@ -24,23 +25,43 @@ class Head:
         rule: scale and soft cap.
         chunk: positions projected at once; None fills CHUNK_BYTES.
         fp8: keep an FP8 copy, which makes the gradient's product twice as fast; the logits stay exact.
+        vocabulary: where `weight` is one rank's part of its rows; what comes out is the same on all ranks.
     """
 
-    def __init__(self, weight: Tensor, rule: LogitRule, *, chunk: int | None = None, fp8: bool = False):
+    def __init__(
+        self,
+        weight: Tensor,
+        rule: LogitRule,
+        *,
+        chunk: int | None = None,
+        fp8: bool = False,
+        vocabulary: Vocabulary | None = None,
+    ):
         self.weight = weight
         self.rule = rule
+        self.vocabulary = vocabulary
         room = CHUNK_BYTES.get(weight.device.type, SMALL_CHUNK_BYTES)
-        self.chunk = chunk or max(16, room // (weight.element_size() * weight.shape[0]))
-        self._takes_fp8 = fp8 and all(size % 16 == 0 for size in weight.shape)  # else there is no kernel
+        # Ranks go through the same chunks, whoever has a few rows more.
+        rows = weight.shape[0] if vocabulary is None else vocabulary.shard.whole // vocabulary.ranks.size
+        self.chunk = chunk or max(16, room // (weight.element_size() * rows))
+        shape = weight.shape if vocabulary is None else vocabulary.shard.whole_shape(weight.shape)
+        self._takes_fp8 = fp8 and all(size % 16 == 0 for size in shape)  # else there is no kernel
 
     @cached_property
     def _fp8(self) -> Fp8Head | None:
         """Made when the first gradient is: a model that only answers needs no copy."""
-        return Fp8Head.of(self.weight.detach()) if self._takes_fp8 else None
+        if not self._takes_fp8:
+            return None
+        copy = Fp8Head.of(self.weight.detach())
+        if self.vocabulary is None:
+            return copy
+        return copy._replace(largest=self.vocabulary.ranks.max(copy.largest))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[positions, hidden] to float32 [positions, vocabulary]."""
         scores = F.linear(hidden, self.weight).float() * self.rule.scale
+        if self.vocabulary is not None:
+            scores = self.vocabulary.ranks.gather(scores, self.vocabulary.shard.along(1))
         cap = self.rule.softcap
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
@@ -51,6 +72,13 @@ class Head:
             hidden: [positions, hidden], the trained positions only.
             targets: int64 [positions].
         """
+        if self.vocabulary is not None:
+            wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+            sharded: Tensor = ShardedCrossEntropy.apply(
+                hidden, self.weight, targets, self.rule, self.chunk, self.vocabulary,
+                self._fp8 if wants_gradient else None, wants_gradient,
+            )  # fmt: skip
+            return sharded
         if self.weight.requires_grad and torch.is_grad_enabled():
             total: Tensor = _TrainedCrossEntropy.apply(hidden, self.weight, targets, self.rule, self.chunk)
             return total

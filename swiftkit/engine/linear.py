@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from swiftkit.engine.cast_together import cast_together
 from swiftkit.engine.fused.base import Base, BaseKind, make_base
 from swiftkit.engine.kernels.outliers import carry
 from swiftkit.engine.kernels.project import cast_project
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Sharding
 
 
 class Linear(nn.Module):
@@ -22,12 +24,14 @@ class Linear(nn.Module):
     Args:
         linear: the module it takes the place of; its parameters may still be on the meta device.
         kind: storage of the weight; other than `plain` it is quantized when it is loaded.
+        sharding: where `linear` is one rank's part of a layer.
     """
 
-    def __init__(self, linear: nn.Linear, kind: BaseKind = "plain"):
+    def __init__(self, linear: nn.Linear, kind: BaseKind = "plain", sharding: Sharding | None = None):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.kind: BaseKind = kind
+        self.sharding = sharding
         self.base: Base | None = None
         self.weight = linear.weight.requires_grad_(False)
         self.bias = linear.bias if linear.bias is None else linear.bias.requires_grad_(False)
@@ -39,8 +43,9 @@ class Linear(nn.Module):
             self.weight = weight if shared else nn.Parameter(weight, requires_grad=False)
             return
         base = make_base(
-            self.kind, [self.out_features], self.in_features, dtype=weight.dtype, device=weight.device
-        )
+            self.kind, [self.out_features], self.in_features, dtype=weight.dtype, device=weight.device,
+            sharding=self.sharding,
+        )  # fmt: skip
         base.load(0, weight)
         self.base = base
         self.name_weights()
@@ -52,9 +57,26 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if self.base is None:
+        if self.base is None and self.row is None:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = _QuantizedProduct.apply(x, self.base)
+        return self.finish(self.product(x))
+
+    @property
+    def row(self) -> Sharding | None:
+        """The sharding of a layer whose outputs are partial sums."""
+        return self.sharding if self.sharding is not None and self.sharding.row else None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T, over the inputs that are here."""
+        if self.base is None:
+            return F.linear(x, self.weight)
+        y: Tensor = _QuantizedProduct.apply(x, self.base, self.sharding)
+        return y
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Add up what the ranks have, then the bias, once."""
+        if self.row is not None:
+            y = self.row.ranks.leave(y)
         return y if self.bias is None else y + self.bias
 
 
@@ -65,8 +87,14 @@ class LoraLinear(Linear):
     optimizer updates. They are cast to the input's type for the product.
     """
 
-    def __init__(self, linear: nn.Linear, spec: LoraSpec, kind: BaseKind = "plain"):
-        super().__init__(linear, kind)
+    def __init__(
+        self,
+        linear: nn.Linear,
+        spec: LoraSpec,
+        kind: BaseKind = "plain",
+        sharding: Sharding | None = None,
+    ):
+        super().__init__(linear, kind, sharding)
         self.scaling = spec.scaling
         self.dropout = spec.dropout
         self.pissa, self.pissa_rounds = spec.pissa, spec.pissa_rounds
@@ -77,7 +105,19 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        return super().forward(x) + self.adapter(F.dropout(x, self.dropout, self.training))
+        if self.row is None:
+            return super().forward(x) + self.adapter(self.dropped(x))
+        return self.finish(self.product(x) + self.adapter(self.dropped(x)))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The adapter's input after dropout; ranks with parts of it draw for the whole, then take theirs.
+
+        So every rank is at the same place of the random stream, and draws as one process does.
+        """
+        if self.row is None or not self.training or not self.dropout:
+            return F.dropout(x, self.dropout, self.training)
+        shard = self.row.shard.along(x.dim() - 1)
+        return x * shard.take(F.dropout(x.new_ones(shard.whole_shape(x.shape)), self.dropout))
 
     def adapter(self, x: Tensor) -> Tensor:
         """What the adapter adds, of [..., in_features]."""
@@ -91,8 +131,10 @@ class LoraLinear(Linear):
                 torch.manual_seed(_seed_of(name, seed))
                 self._take_principal_part()
             return
-        first = first_factor(self.lora_A.shape, name=name, seed=seed)
-        self.lora_A = nn.Parameter(first.to(device))
+        row = self.row
+        shape = tuple(self.lora_A.shape) if row is None else row.shard.whole_shape(self.lora_A.shape)
+        first = first_factor(shape, name=name, seed=seed)
+        self.lora_A = nn.Parameter((first if row is None else row.shard.take(first)).to(device))
         self.lora_B = nn.Parameter(torch.zeros(self.lora_B.shape, device=device))
 
     @torch.no_grad()
@@ -120,8 +162,14 @@ class DoraLinear(LoraLinear):
 
     _squares: Tensor
 
-    def __init__(self, linear: nn.Linear, spec: LoraSpec, kind: BaseKind = "plain"):
-        super().__init__(linear, spec, kind)
+    def __init__(
+        self,
+        linear: nn.Linear,
+        spec: LoraSpec,
+        kind: BaseKind = "plain",
+        sharding: Sharding | None = None,
+    ):
+        super().__init__(linear, spec, kind, sharding)
         meta = torch.device("meta")
         self.lora_magnitude_vector = nn.Parameter(torch.empty(self.out_features, device=meta))
         self.register_buffer("_squares", None, persistent=False)  # of the lengths of W's rows, [out]
@@ -174,18 +222,23 @@ class _QuantizedProduct(torch.autograd.Function):
     """x W^T over a quantized base; both directions run in the base's own type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, base: Base) -> Tensor:
-        ctx.base = base
+    def forward(ctx: Any, x: Tensor, base: Base, sharding: Sharding | None) -> Tensor:
+        ctx.base, ctx.sharding = base, sharding
         flat = x.reshape(-1, x.shape[-1])
-        rows, _ = cast_project(flat, factor=None, fp8=base.fp8, room=base.carried.room)
+        if base.fp8 and sharding is not None and sharding.row:
+            rows = cast_together(flat, sharding, room=base.carried.room)
+        else:
+            rows, _ = cast_project(flat, factor=None, fp8=base.fp8, room=base.carried.room)
         if base.carried.channels is not None:
             carry(rows, flat, base.carried.channels)
         return base.forward(rows).data.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        base, dy = ctx.base, upstream[0]
-        g, _ = cast_project(
-            dy.reshape(-1, dy.shape[-1]), factor=None, fp8=base.fp8_backward, col_scale=base.col_scale
-        )
-        return base.backward(g).view(*dy.shape[:-1], -1), None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        base, sharding, dy = ctx.base, ctx.sharding, upstream[0]
+        flat = dy.reshape(-1, dy.shape[-1])
+        if base.fp8_backward and sharding is not None and not sharding.row:
+            g = cast_together(flat, sharding, col_scale=base.col_scale)
+        else:
+            g, _ = cast_project(flat, factor=None, fp8=base.fp8_backward, col_scale=base.col_scale)
+        return base.backward(g).view(*dy.shape[:-1], -1), None, None

@@ -12,6 +12,8 @@ from swiftkit.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from swiftkit.parallel.shards import Shard
+
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -53,6 +55,14 @@ class Weights:
         """A whole tensor, in the file's own type, on the CPU."""
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         return tensor
+
+    def part(self, name: str, shard: Shard) -> Tensor:
+        """A shard of a tensor, of which nothing else is read."""
+        import torch
+
+        stored = self._files[self._where[name]].get_slice(name)
+        before = (slice(None),) * shard.dim
+        return torch.cat([stored[(*before, slice(*own))] for own in shard.ranges], shard.dim)
 
     def rows(self, name: str, ids: Sequence[int]) -> Tensor:
         """Some rows of a matrix, [ids, width], of which nothing else is read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +21,12 @@ from swiftkit.engine.placement import Placement, find_device, place
 from swiftkit.errors import UserError
 from swiftkit.formats.named import open_model
 from swiftkit.formats.weights import Weights
+from swiftkit.parallel.world import World, joined
 from swiftkit.train.job import Job
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
-from swiftkit.train.steps import StepPlan, plan_steps
+from swiftkit.train.steps import StepPlan, check_batch_sizes, plan_steps
 from swiftkit.train.tuning import plan_tuning
 
 if TYPE_CHECKING:
@@ -45,17 +47,25 @@ def run(config: SftConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    find_device(config.device)  # what cannot be had is said before anything is fetched
+    with joined(find_device(config.device)) as world:  # what cannot be had is said before anything is fetched
+        return _run(config, console if world.first else Console(quiet=True), world)
+
+
+def _run(config: SftConfig, console: Console, world: World) -> Run:
+    check_batch_sizes(config, world.size)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
+    opened = partial(open_model, config.model, source=config.model_source, revision=config.revision, say=say)
+    model = world.once_a_node(opened)
     tokenizer = load_tokenizer(model.path, config.chat_template)
     asked, tuning = config, plan_tuning(config, model, tokenizer)
     config = tuning.config
     description = check_model(model.path, tuning.spec)
     placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
+    placement = placement if world.device is None else replace(placement, device=world.device)
     tuning.check_room(placement)
     longest = longest_window(description, config.max_length)
-    data, evaluation = prepare_data(config, tokenizer, longest)
+    data, evaluation = world.once_a_node(partial(prepare_data, config, tokenizer, longest))
+    world.check_same(f"{model.fingerprint} {data.fingerprint}", "model files or rows")
     check_data(config, data, evaluation, vocabulary=tuning.vocabulary)
     plan = plan_steps(
         config,
@@ -64,6 +74,7 @@ def run(config: SftConfig, console: Console) -> Run:
         device_type=placement.device.type,
         fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
         lengths=data.window_lengths.tolist(),
+        ranks=world.size,
     )
     untrained = [] if tuning.trains_embedding else untrained_tokens(data, tokenizer, model.path)
     job = Job(
@@ -80,6 +91,7 @@ def run(config: SftConfig, console: Console) -> Run:
         layers="fused" if placement.fused else "plain",
         console=console,
         warnings=[*tuning.warnings(), *untrained],
+        world=world,
     )
     with job.announce():
         engine = tuning.load(placement, tokens=plan.tokens)
@@ -94,6 +106,7 @@ def run(config: SftConfig, console: Console) -> Run:
                 pad_id=job.pad_id,
                 evaluation=evaluation,
                 keeper=job.keeper(engine),
+                world=world,
             )
         return job.end(engine)
 

@@ -1,1 +1,1 @@
-"""Several GPUs and several nodes: what a machine has, what its links give, and job files for clusters."""
+"""Several processes: meshes, shards and their collectives, launching; the doctor; job files."""

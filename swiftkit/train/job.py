@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -21,9 +22,10 @@ from swiftkit.formats.generation import mended
 from swiftkit.formats.named import locate
 from swiftkit.formats.source import LocalModel
 from swiftkit.generate.session import answer_all
+from swiftkit.parallel.world import ALONE, World
 from swiftkit.train.checkpoint import checkpoint_files, clear_partial, read_snapshot
 from swiftkit.train.keeper import Keeper
-from swiftkit.train.log import Log
+from swiftkit.train.log import Log, SilentLog
 from swiftkit.train.plots import save_plots
 from swiftkit.train.resume import Resume, find, identity
 from swiftkit.train.run import Run, create_folder, owned, write_args, write_samples
@@ -52,6 +54,7 @@ class Job:
         layers: fused or plain, for people.
         warnings: sentences for the header.
         notes: lines of the header that only this method has.
+        world: the processes of the run; the first one writes and speaks.
         console: where people look.
     """
 
@@ -72,7 +75,9 @@ class Job:
         console: Console,
         warnings: Sequence[str] = (),
         notes: Sequence[str] = (),
+        world: World = ALONE,
     ):
+        self.world = world
         self.asked, self.tuning, self.layers, self.warnings = asked, tuning, layers, warnings
         self._notes = notes
         self.method, self.config, self.model, self.tokenizer = method, config, model, tokenizer
@@ -108,24 +113,30 @@ class Job:
         Raises:
             UserError: when there is nothing to resume from, or another process is training in that folder.
         """
-        self._resume = find(
+        self.folder, self._resume = self.world.from_first(self._find_folder)
+        with owned(self.folder) if self.world.first else nullcontext():
+            if self.world.first:
+                clear_partial(self.folder)
+                self._record()
+                self._say(*self._header())
+            self.world.wait()
+            yield
+
+    def _find_folder(self) -> tuple[Path, Resume | None]:
+        resume = find(
             self.config.resume_from_checkpoint,
             self._identity,
             output_dir=self.config.output_dir,
             say=self._say,
         )
-        if self._resume is None:
-            self.folder = create_folder(self.config.output_dir, self.config.model)
-        else:
-            self.folder = self._resume.folder
-        with owned(self.folder):
-            clear_partial(self.folder)
-            self._record()
-            self._say(*self._header())
-            yield
+        if resume is None:
+            return create_folder(self.config.output_dir, self.config.model), None
+        return resume.folder, resume
 
     def begin(self, engine: Engine) -> Log:
         """Answer the sample prompts once, and open the log."""
+        if not self.world.first:
+            return SilentLog(self.world.rank)
         self._before = self._answers(engine)
         return Log(
             self.folder,
@@ -147,11 +158,14 @@ class Job:
             on_error=self.config.on_save_error,
             resumed=None if self._resume is None else read_snapshot(self._resume.checkpoint),
             say=self._say,
+            writes=self.world.first,
         )
 
     def end(self, engine: Engine) -> Run:
         """Answer the sample prompts again, draw the curves, and say where everything is."""
         run = Run(self.folder)
+        if not self.world.first:
+            return run
         save_plots(run.metrics, self.folder / "images")
         samples = [
             {"prompt": str(prompt[-1]["content"]), "before": before, "after": after}
@@ -209,7 +223,7 @@ class Job:
             },
             "data": {"training": self.data.fingerprint},
             "plan": asdict(self.plan),
-            "machine": {"device": self.placement.device_name},
+            "machine": {"device": self.placement.device_name, "processes": self.world.size},
         }
         if self._resume is not None:
             facts["resumed"] = [*Run(self.folder).args.get("resumed", []), self._resume.step]
@@ -240,11 +254,22 @@ class Job:
             f"({plan.gradient_accumulation_steps} x {plan.micro_batch_size}), "
             f"learning rate {self.config.learning_rate:g}, {self.config.lr_scheduler_type}",
             f"          {plan.note}",
+            *self._world_lines(),
             *(f"warning   {warning}" for warning in self.warnings),
             *self._resumed_lines(),
             f"run       {self.folder}",
         ]
         return [line for line in lines if line.strip()]
+
+    def _world_lines(self) -> list[str]:
+        world = self.world
+        if world.size == 1:
+            return []
+        nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+        most = math.ceil(self.plan.global_batch_size / world.size)
+        kind = "GPU" if self.placement.device.type == "cuda" else "CPU"
+        each = f"each with the whole base and up to {most} windows of a step"
+        return [f"processes {world.size}{nodes}, one a {kind}, {each}"]
 
     def _resumed_lines(self) -> list[str]:
         if self._resume is None:

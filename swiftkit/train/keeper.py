@@ -50,6 +50,7 @@ class Keeper:
         on_error: what follows a write that fails.
         resumed: the checkpoint that this run goes on from.
         say: takes sentences for people.
+        writes: whether this process does; of several, the first alone.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class Keeper:
     on_error: Literal["stop", "continue"] = "stop"
     resumed: Snapshot | None = None
     say: Callable[[str], None] = print
+    writes: bool = True
     _writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "swiftkit-checkpoint"))
     _pending: Future[None] | None = None
     _step: int | None = None  # of the write that is under way or was the last
@@ -80,6 +82,8 @@ class Keeper:
         Raises:
             UserError: saying what is needed and what is free.
         """
+        if not self.writes:
+            return
         each = checkpoint_bytes(state, optimizer, self.files)
         check_space(self.folder, each=each, saves=saves, keep=self.keep)
 
@@ -89,6 +93,8 @@ class Keeper:
         Raises:
             UserError: as `wait`.
         """
+        if not self.writes:
+            return
         self.wait()
         if self._stands(state.step):
             self.name_best(best)
@@ -127,6 +133,8 @@ class Keeper:
 
     def name_best(self, best: Best | None) -> None:
         """Make `best.json` say which checkpoint is best; without one it is not there."""
+        if not self.writes:
+            return
         path = self.folder / BEST
         if best is None:
             path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -227,3 +228,37 @@ class Log:
         self._file.flush()
         for writer in self._writers:
             writer.write(values, step)
+
+
+class SilentLog(Log):
+    """The log of a rank that leaves writing to the first one.
+
+    Args:
+        rank: named before what has to be said all the same.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def __enter__(self) -> SilentLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        pass
+
+    def training(self, values: dict[str, float], *, step: int, epoch: float, learning_rate: float) -> None:
+        """Nothing: the first rank has the same numbers."""
+
+    def evaluation(self, values: dict[str, float], *, step: int) -> None:
+        """Nothing, as above."""
+
+    def position(self) -> dict[str, Any]:
+        """Of no use: this rank writes no checkpoint."""
+        return {}
+
+    def say(self, text: str) -> None:
+        """To the standard error output, which the launcher keeps."""
+        print(f"rank {self._rank}: {text}", file=sys.stderr, flush=True)
+
+    def advance(self, step: int) -> None:
+        """Nothing."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from swiftkit.config import TrainKnobs
 from swiftkit.data import HostBatch, PackedBatch, Trainable
 from swiftkit.engine import Batch, Engine, Loss, Sums
+from swiftkit.parallel.world import ALONE, World, seed_of_step
 from swiftkit.train.guards import BadBatches, StepGuard, Watch
 from swiftkit.train.judge import Judge
 from swiftkit.train.keeper import Best, Keeper
@@ -19,7 +20,7 @@ from swiftkit.train.log import Log
 from swiftkit.train.meter import Meter
 from swiftkit.train.optim import adamw, clip_gradients, learning_rate, set_rate
 from swiftkit.train.state import OptimizerState, RandomState, Stateful, TrainingState
-from swiftkit.train.steps import StepPlan, evaluation_batches, microbatches_of_step
+from swiftkit.train.steps import StepPlan, evaluation_batches, evaluation_rounds, microbatches_of_step
 from swiftkit.train.stop import Stop, Stopped, stop_by_signal
 from swiftkit.train.watchdog import Watchdog
 
@@ -37,6 +38,7 @@ def fit(
     pad_id: int,
     evaluation: Trainable | None = None,
     keeper: Keeper | None = None,
+    world: World = ALONE,
 ) -> None:
     """Train for `plan.steps` optimizer steps, or what a resumed run has left of them.
 
@@ -50,6 +52,7 @@ def fit(
         pad_id: the padding token's id.
         evaluation: windows to evaluate on, before the first step, every `eval_steps`, and at the end.
         keeper: writes checkpoints, and has the one to go on from; None keeps nothing.
+        world: the processes of the run, each of which calls this with the same arguments.
 
     Raises:
         UserError: when training diverges, a tensor gets no gradient, or a checkpoint cannot be written.
@@ -57,22 +60,22 @@ def fit(
     """
     torch.manual_seed(knobs.seed)  # of the dropout
     with ExitStack() as around:
-        stop = around.enter_context(stop_by_signal())
+        stop = around.enter_context(stop_by_signal(quiet=not world.first))
         watchdog = around.enter_context(Watchdog(knobs.hang_timeout, log.say))
         if keeper is not None:
             around.enter_context(keeper)
         run = _Run(
             engine, data, loss, knobs=knobs, plan=plan, log=log, pad_id=pad_id, evaluation=evaluation,
-            keeper=keeper, stop=stop, watchdog=watchdog,
+            keeper=keeper, stop=stop, watchdog=watchdog, world=world,
         )  # fmt: skip
         try:
             run.begin()
             while not run.finished:
-                stop.raise_if_asked()
                 run.train_step()
                 run.look_after()
         except Stopped:
             run.save()
+    world.wait()  # what is to be saved is saved
     stop.exit()
     run.end()
 
@@ -87,12 +90,16 @@ def step(
     rate: float,
     max_norm: float,
     guard: StepGuard | None = None,
+    world: World = ALONE,
 ) -> tuple[Sums, Tensor]:
     """One optimizer step; returns the loss's sums and the gradient norm before clipping, on the device.
 
-    Nothing is read back from the device. Without a guard every update is taken.
+    Nothing is read back from the device. Without a guard every update is taken. The denominator is that of
+    all ranks: then gradients and sums are added up, and every rank takes or holds back the same update.
     """
     sums = engine.forward_backward(microbatches, loss, denominator=denominator)
+    world.sum_gradients(engine.parameters.values())
+    sums = world.sum_named(sums, engine.device)
     if guard is not None:
         guard.look(engine.parameters)
     norm = clip_gradients(engine.parameters.values(), max_norm)
@@ -105,8 +112,10 @@ def step(
     return sums, norm
 
 
-def evaluate(engine: Engine, batches: Iterable[HostBatch], loss: Loss) -> dict[str, float]:
-    """The means of the loss's sums; where they are over trained tokens, its perplexity too."""
+def evaluate(
+    engine: Engine, batches: Iterable[HostBatch], loss: Loss, *, world: World = ALONE
+) -> dict[str, float]:
+    """The means of the loss's sums over the batches of all ranks; over trained tokens, its perplexity too."""
     counted, by_token = 0, False
 
     def sent() -> Iterator[Batch]:
@@ -116,9 +125,10 @@ def evaluate(engine: Engine, batches: Iterable[HostBatch], loss: Loss) -> dict[s
             by_token = isinstance(packed, PackedBatch)
             yield Batch.of(packed, device=engine.device)
 
-    sums = engine.evaluate(sent(), loss)
+    sums = world.sum_named(engine.evaluate(sent(), loss), engine.device)
+    counted, by_tokens = world.totals(counted, int(by_token))
     values = {f"eval_{name}": float(value) / counted for name, value in sums.items()}
-    if by_token:
+    if by_tokens:
         values["eval_perplexity"] = math.exp(min(values["eval_loss"], 700.0))
     return values
 
@@ -140,10 +150,11 @@ class _Run:
         keeper: Keeper | None,
         stop: Stop,
         watchdog: Watchdog,
+        world: World,
     ):
         self._engine, self._data, self._loss, self._knobs, self._plan = engine, data, loss, knobs, plan
         self._log, self._pad_id, self._evaluation, self._keeper = log, pad_id, evaluation, keeper
-        self._stop, self._watchdog = stop, watchdog
+        self._stop, self._watchdog, self._world = stop, watchdog, world
         self._optimizer = adamw(engine.parameters, knobs)
         self._guard = StepGuard(
             self._optimizer,
@@ -152,7 +163,7 @@ class _Run:
             on_update=lambda: self._enter("update"),
         )
         self._meter, self._judge = Meter(engine.device), Judge.of(knobs)
-        folder = None if keeper is None else keeper.folder
+        folder = None if keeper is None or not keeper.writes else keeper.folder
         self._watch = Watch(knobs, BadBatches(folder, data, plan=plan, seed=knobs.seed), log.say)
         parts: dict[str, Stateful] = {
             "optimizer": OptimizerState(self._optimizer, engine.parameters),
@@ -185,11 +196,16 @@ class _Run:
         """One optimizer step over its rows, which are a function of the step alone."""
         index, knobs = self._state.step, self._knobs
         self._enter("data")
+        world = self._world
         packed = microbatches_of_step(
-            self._data, self._plan, step=index, seed=knobs.seed, pad_id=self._pad_id
+            self._data, self._plan, step=index, seed=knobs.seed, pad_id=self._pad_id, world=world
         )
+        counted, tokens = self._stop.agree(
+            world, sum(p.denominator for p in packed), sum(p.tokens for p in packed)
+        )
+        if world.size > 1:
+            torch.manual_seed(seed_of_step(knobs.seed, step=index, rank=world.rank, size=world.size))
         batches = [Batch.of(p, device=self._engine.device) for p in packed]
-        counted = sum(p.denominator for p in packed)
         self._enter("forward and backward")
         self._guard.looking = index < FIRST_STEPS
         sums, norm = step(
@@ -201,13 +217,14 @@ class _Run:
             rate=learning_rate(index, self._plan.steps, knobs),
             max_norm=knobs.max_grad_norm,
             guard=self._guard,
+            world=world,
         )
         self._meter.add(
             sums,
             norm,
             self._guard.held,
             step=index + 1,
-            tokens=sum(p.tokens for p in packed),
+            tokens=tokens,
             trained=counted,
         )
         self._state.step = index + 1
@@ -276,17 +293,20 @@ class _Run:
             return False
         done = self._state.step
         with self._meter.paused():
-            batches = evaluation_batches(self._evaluation, self._plan, pad_id=self._pad_id)
-            values = evaluate(self._engine, self._watched(batches), self._loss)
+            values = evaluate(self._engine, self._watched(self._evaluation), self._loss, world=self._world)
         self._watch.check(values, step=done)
         self._log.evaluation(values, step=done)
         return self._judge.take(values, step=done)
 
-    def _watched(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
-        for packed in batches:
-            self._stop.raise_if_asked()
+    def _watched(self, data: Trainable) -> Iterator[HostBatch]:
+        """This rank's batches of an evaluation; ranks that have one less agree all the same."""
+        batches = evaluation_batches(data, self._plan, pad_id=self._pad_id, world=self._world)
+        for _ in range(evaluation_rounds(data, self._plan)):
+            self._stop.agree(self._world)
             self._enter("evaluation")
-            yield packed
+            packed = next(batches, None)
+            if packed is not None:
+                yield packed
 
     def _saves_to_come(self) -> int:
         knobs, first, last = self._knobs, self._state.step + 1, self._plan.steps

@@ -8,6 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swiftkit.parallel.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -26,17 +30,22 @@ class Stopped(Exception):
 class Stop:
     """Whether the run was asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.signal: int | None = None
+        self._quiet = quiet
 
-    def raise_if_asked(self) -> None:
-        """Leave a piece of work that can be done again, an evaluation say.
+    def agree(self, world: World, *numbers: int) -> list[int]:
+        """Stop all ranks at the same place, once one was asked to; else the sums of `numbers` over them.
 
         Raises:
-            Stopped: when a stop was asked for.
+            Stopped: on every rank, when a stop was asked for on any.
         """
-        if self.signal is not None:
+        asked = (self.signal == number for number in SIGNALS)
+        *sums, one, other = world.totals(*numbers, *asked)
+        if one or other:
+            self.signal = self.signal or (SIGNALS[0] if one else SIGNALS[1])
             raise Stopped
+        return sums
 
     def exit(self) -> None:
         """End as the signal would have done.
@@ -56,14 +65,20 @@ class Stop:
             self.signal = number
             self.exit()
         self.signal = number
+        if self._quiet:
+            return
         words = "\nstopping after this step, which is then saved; once more stops at once\n"
         os.write(1, words.encode())  # print may be in the middle of a line of its own
 
 
 @contextmanager
-def stop_by_signal() -> Iterator[Stop]:
-    """Take SIGINT and SIGTERM as wishes while a run trains; Python allows it in the main thread only."""
-    stop = Stop()
+def stop_by_signal(*, quiet: bool = False) -> Iterator[Stop]:
+    """Take SIGINT and SIGTERM as wishes while a run trains; Python allows it in the main thread only.
+
+    Args:
+        quiet: another rank says what will happen.
+    """
+    stop = Stop(quiet=quiet)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from swiftkit.engine.fused.memory import MemoryPolicy, choose
 from swiftkit.engine.fused.passes import Surroundings
 from swiftkit.engine.head import CHUNK_BYTES
 from swiftkit.engine.kernels.rope import Heads
+from swiftkit.engine.tensor_parallel import TensorParallel
 from swiftkit.errors import UserError
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Sharding
+from swiftkit.parallel.rules import Cuts, Rule, cuts
 from swiftkit.support import why_plain
 
 LAYERS = "model.layers"
@@ -54,6 +58,7 @@ def fuse_layers(
     device: torch.device,
     tokens: int = 0,
     required: bool = False,
+    tp: TensorParallel | None = None,
 ) -> bool:
     """Exchange every decoder layer, on the meta device, for a fused one with room for its weights.
 
@@ -64,6 +69,7 @@ def fuse_layers(
         dtype, device: of the layers.
         tokens: of the largest micro-batch; the memory policy is chosen for it, where it is given.
         required: raise instead of leaving the model as it is.
+        tp: how the model is cut over ranks, which all come to the same choice.
 
     Returns:
         Whether the layers were exchanged.
@@ -71,12 +77,13 @@ def fuse_layers(
     Raises:
         UserError: when fused layers are required and cannot serve.
     """
-    reason = why_not(model.config, lora)
+    reason = why_not(model.config, lora) or (None if tp is None else _why_not_cut(model.config, tp))
     if reason is not None:
         if required:
             raise UserError(f"fused layers cannot serve here: {reason}")
         return False
     shape = layer_shape(model.config)
+    shape = shape if tp is None else _part_of(shape, tp.cuts)
     targets = set() if lora is None else select_targets(model, lora.target_modules)
     layers = model.get_submodule(LAYERS)
     count = len(list(layers.children()))
@@ -92,6 +99,7 @@ def fuse_layers(
             index=index,
             two_copies=policy.two_copies,
             recompute_mlp=policy.recompute_mlp,
+            shardings=None if tp is None else _shardings(tp),
         )
         layers[index] = fused  # type: ignore[operator]
     return True
@@ -148,6 +156,36 @@ def why_not(config: Any, lora: LoraSpec | None) -> str | None:
         layer_shape(config).check()
     except ValueError as limit:
         return str(limit)
+    return None
+
+
+def _part_of(shape: LayerShape, cuts: Cuts) -> LayerShape:
+    """One rank's part of a layer."""
+    heads = Heads(cuts.heads, cuts.key_heads, shape.heads.width)
+    return replace(shape, heads=heads, inter=cuts.parts["inter"].size)
+
+
+def _shardings(tp: TensorParallel) -> dict[str, Sharding]:
+    """Of the merged projections, as a family with fused checkpoints would have them."""
+    table = {
+        "qkv": Rule("column", ("query", "key", "key")),
+        "o": Rule("row", ("query",)),
+        "gate_up": Rule("column", ("inter", "inter")),
+        "down": Rule("row", ("inter",)),
+    }
+    return {
+        name: Sharding(rule.style == "row", tp.cuts.shard(rule), tp.ranks) for name, rule in table.items()
+    }
+
+
+def _why_not_cut(config: Any, tp: TensorParallel) -> str | None:
+    """What keeps fused layers from serving any of the ranks."""
+    for rank in range(tp.ranks.size):
+        part = cuts(config, size=tp.ranks.size, rank=rank, rows=config.vocab_size)
+        try:
+            _part_of(layer_shape(config), part).check()
+        except ValueError as limit:
+            return f"on rank {rank} of {tp.ranks.size}, {limit}"
     return None
 
 

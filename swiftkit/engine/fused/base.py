@@ -16,8 +16,9 @@ from torch import Tensor
 from swiftkit.engine.fused.carried import Carried
 from swiftkit.engine.kernels.nf4 import BLOCK, dequantize, dequantize_to_fp8, quantize
 from swiftkit.engine.kernels.outliers import low_part
-from swiftkit.engine.kernels.rows import FP8, Rows, cast_weight, fp8_product, power_of_two_scale
+from swiftkit.engine.kernels.rows import FP8, FP8_MAX, Rows, cast_weight, fp8_product, power_of_two_scale
 from swiftkit.engine.kernels.transpose import transpose
+from swiftkit.parallel.collectives import Sharding
 
 BaseKind = Literal["plain", "fp8", "fp8-backward", "nf4", "nf4-fp8"]
 
@@ -111,13 +112,14 @@ class Fp8Base:
 
     def __init__(
         self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
-        two_copies: bool,
+        two_copies: bool, sharding: Sharding | None = None,
     ):  # fmt: skip
         self.dtype = dtype
         self.two_copies = two_copies
+        self._sharding = sharding
         self.bytes = torch.empty(out_features, in_features, dtype=torch.uint8, device=device)
         self.col_scale: Tensor | None = torch.empty(out_features, dtype=torch.float32, device=device)
-        self.carried = Carried()
+        self.carried = Carried(sharding)
         self._wide = self.bytes  # with the carried columns behind it
         self._low: Tensor | None = None  # what FP8 left over, until it is known which of it is carried
         self._transposed: Tensor | None = None
@@ -133,7 +135,7 @@ class Fp8Base:
     def load(self, start: int, weight: Tensor) -> None:
         assert self.col_scale is not None
         rows = slice(start, start + weight.shape[0])
-        data, scale = cast_weight(weight.to(self.bytes.device))
+        data, scale = _cast(weight.to(self.bytes.device), self._sharding)
         self.bytes[rows].copy_(data)
         self.col_scale[rows].copy_(scale)
         if self._low is None:
@@ -153,8 +155,9 @@ class Fp8Base:
         assert self._low is not None and self.col_scale is not None
         weight = self.bytes.view(FP8).float() * self.col_scale[:, None]
         channels = self.carried.choose(weight)
-        low = self._low[:, channels.to(self._low.device)].to(self.bytes.device)
-        self._put_behind(torch.cat([self.bytes[:, channels], low], 1))
+        if channels is not None:
+            low = self._low[:, channels.to(self._low.device)].to(self.bytes.device)
+            self._put_behind(self.carried.columns(self.bytes[:, channels], low))
         self._low = None
 
     def forward(self, x: Rows) -> Rows:
@@ -182,8 +185,12 @@ class SplitBase:
     fp8, fp8_backward = False, True
     carried = Carried()
 
-    def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
+        sharding: Sharding | None = None,
+    ):  # fmt: skip
         self.dtype = dtype
+        self._sharding = sharding
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.col_scale: Tensor | None = torch.empty(out_features, dtype=torch.float32, device=device)
         self._transposed = torch.empty(in_features, out_features, dtype=torch.uint8, device=device)
@@ -197,13 +204,13 @@ class SplitBase:
         assert self.col_scale is not None
         rows = slice(start, start + weight.shape[0])
         self.weight[rows].copy_(weight)
-        data, scale = cast_weight(self.weight[rows])
+        data, scale = _cast(self.weight[rows], self._sharding)
         self._transposed[:, rows] = data.T
         self.col_scale[rows].copy_(scale)
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         self.weight, self.col_scale = stored["weight"], stored["weight_scale"]
-        data, _ = cast_weight(self.weight)
+        data, _ = _cast(self.weight, self._sharding)
         self._transposed, self._ones = data.T.contiguous(), self._ones.to(self.weight.device)
 
     def forward(self, x: Rows) -> Rows:
@@ -222,12 +229,13 @@ class Nf4Base:
 
     def __init__(
         self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
-        compute_fp8: bool,
+        compute_fp8: bool, sharding: Sharding | None = None,
     ):  # fmt: skip
         self.shape = (out_features, in_features)
         self.dtype = dtype
         self.fp8 = self.fp8_backward = compute_fp8
-        self.carried = Carried()
+        self.carried = Carried(sharding)
+        self._sharding = sharding
         self._behind: Tensor | None = None  # the carried columns
         numel = out_features * in_features
         self.packed = torch.empty(numel // 2, 1, dtype=torch.uint8, device=device)
@@ -259,9 +267,10 @@ class Nf4Base:
         assert self.col_scale is not None
         weight = dequantize(self.packed, self.absmax, shape=self.shape, dtype=torch.float32)
         channels = self.carried.choose(weight)
-        high = self._fp8(transposed=False).view(torch.uint8)[:, channels]
-        low = low_part(weight[:, channels], high, self.col_scale)
-        self._behind = torch.cat([high, low], 1)
+        if channels is not None:
+            high = self._fp8(transposed=False).view(torch.uint8)[:, channels]
+            low = low_part(weight[:, channels], high, self.col_scale)
+            self._behind = self.carried.columns(high, low)
 
     def forward(self, x: Rows) -> Rows:
         if self.col_scale is None:
@@ -291,7 +300,23 @@ class Nf4Base:
     def _set_scale(self) -> None:
         if self.fp8:
             self._ones = self._ones.to(self.packed.device)
-            self.col_scale = power_of_two_scale(self.absmax.view(self.shape[0], -1).amax(1))
+            largest = _over_ranks(self.absmax.view(self.shape[0], -1).amax(1), self._sharding)
+            self.col_scale = power_of_two_scale(largest)
+
+
+def _cast(weight: Tensor, sharding: Sharding | None) -> tuple[Tensor, Tensor]:
+    """As `cast_weight`; a part of each row is cast as the whole row would be."""
+    if sharding is None or not sharding.row:
+        return cast_weight(weight)
+    wide = weight.float()
+    scale = power_of_two_scale(_over_ranks(wide.abs().amax(1), sharding))
+    data = (wide / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return data.view(torch.uint8), scale
+
+
+def _over_ranks(amax: Tensor, sharding: Sharding | None) -> Tensor:
+    """The largest magnitude of each whole row, [out]."""
+    return amax if sharding is None or not sharding.row else sharding.ranks.max(amax)
 
 
 def _where_it_fits(weight: Tensor) -> torch.device:
@@ -304,7 +329,7 @@ def _where_it_fits(weight: Tensor) -> torch.device:
 
 def make_base(
     kind: BaseKind, widths: Sequence[int], in_features: int, *, dtype: torch.dtype, device: torch.device,
-    two_copies: bool = True,
+    two_copies: bool = True, sharding: Sharding | None = None,
 ) -> Base:  # fmt: skip
     """Room for the frozen weight of projections that share an input.
 
@@ -316,12 +341,16 @@ def make_base(
         dtype: of plain weights and of every product.
         device: of all.
         two_copies: whether FP8 keeps the transpose.
+        sharding: where this is a part of a weight that is cut over ranks; a part is quantized as the whole
+            would be.
     """
     out = sum(widths)
     if kind == "plain":
         return PlainBase(out, in_features, dtype=dtype, device=device)
     if kind == "fp8-backward":
-        return SplitBase(out, in_features, dtype=dtype, device=device)
+        return SplitBase(out, in_features, dtype=dtype, device=device, sharding=sharding)
     if kind == "fp8":
-        return Fp8Base(out, in_features, dtype=dtype, device=device, two_copies=two_copies)
-    return Nf4Base(out, in_features, dtype=dtype, device=device, compute_fp8=kind == "nf4-fp8")
+        return Fp8Base(out, in_features, dtype=dtype, device=device, two_copies=two_copies, sharding=sharding)
+    return Nf4Base(
+        out, in_features, dtype=dtype, device=device, compute_fp8=kind == "nf4-fp8", sharding=sharding
+    )

@@ -16,6 +16,7 @@ from swiftkit.engine.fused.projection import FrozenLinear, Projection
 from swiftkit.engine.kernels.rope import Heads, head_block
 from swiftkit.engine.kernels.rows import block_width
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Sharding
 
 LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -88,6 +89,7 @@ class FusedLlamaLayer(nn.Module):
         two_copies: whether FP8 weights keep a transposed copy (twice the memory) or make it on the fly.
         recompute_mlp: whether the gate/up product is made again in the backward instead of being kept.
         index: the layer's number in the model, its key in a store of keys and values.
+        shardings: of `qkv`, `o`, `gate_up` and `down`, where `shape` is one rank's part of a layer.
 
     Raises:
         ValueError: the kernels do not serve this shape or adapter (see `LayerShape.check`, `Projection`).
@@ -104,6 +106,7 @@ class FusedLlamaLayer(nn.Module):
         two_copies: bool = True,
         recompute_mlp: bool = False,
         index: int = 0,
+        shardings: Mapping[str, Sharding] | None = None,
     ):
         super().__init__()
         shape.check()
@@ -111,6 +114,8 @@ class FusedLlamaLayer(nn.Module):
         self.shape = shape
         self.recompute_mlp = recompute_mlp
         self.index = index
+        shardings = shardings or {}
+        self.ranks = shardings["qkv"].ranks if shardings else None
         self.input_layernorm = Norm(shape.hidden, dtype=dtype, device=device)
         self.post_attention_layernorm = Norm(shape.hidden, dtype=dtype, device=device)
         self.self_attn, self.mlp = nn.Module(), nn.Module()
@@ -124,14 +129,16 @@ class FusedLlamaLayer(nn.Module):
                 linears[leaf].bias = nn.Parameter(bias, requires_grad=False)
             getattr(self, room).add_module(leaf, linears[leaf])
 
-        def merged(*leaves: str) -> Projection:
-            chosen = [linears[leaf] for leaf in leaves]
-            return Projection(chosen, kind=base, dtype=dtype, device=device, two_copies=two_copies)
+        def merged(name: str, *leaves: str) -> Projection:
+            return Projection(
+                [linears[leaf] for leaf in leaves], kind=base, dtype=dtype, device=device,
+                two_copies=two_copies, sharding=shardings.get(name),
+            )  # fmt: skip
 
-        self.qkv = merged("q_proj", "k_proj", "v_proj")
-        self.o = merged("o_proj")
-        self.gate_up = merged("gate_proj", "up_proj")
-        self.down = merged("down_proj")
+        self.qkv = merged("qkv", "q_proj", "k_proj", "v_proj")
+        self.o = merged("o", "o_proj")
+        self.gate_up = merged("gate_up", "gate_proj", "up_proj")
+        self.down = merged("down", "down_proj")
         self.projections = (self.qkv, self.o, self.gate_up, self.down)
         self.fp8, self.fp8_backward = self.o.base.fp8, self.o.base.fp8_backward
 

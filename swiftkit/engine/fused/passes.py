@@ -113,12 +113,13 @@ def forward(
     )
     if layer.o.base.carried.channels is not None:
         carry(o_rows, attended.out, layer.o.base.carried.channels)
+    attention_out, t_o_whole = _sum(layer, layer.o.base.forward(o_rows).data, t_o)
     mlp = norm_cast(
         residual, weight=layer.post_attention_layernorm.weight, eps=layer.shape.eps, fp8=layer.fp8,
-        y=layer.o.base.forward(o_rows).data, t=t_o, b=_b(packed.o), a=_a(packed.gate_up),
+        y=attention_out, t=t_o_whole, b=_b(packed.o), a=_a(packed.gate_up),
         room=layer.gate_up.base.carried.room,
     )  # fmt: skip
-    del o_rows
+    del o_rows, attention_out
     _carry_norm(layer.gate_up, mlp, layer.post_attention_layernorm.weight)
     gate_up = layer.gate_up.base.forward(mlp.x)
     h, t_down = swiglu_cast(
@@ -127,7 +128,8 @@ def forward(
     )  # fmt: skip
     if layer.down.base.carried.channels is not None:
         carry_swiglu(h, gate_up.data, layer.down.base.carried.channels, t=mlp.t, b=_b(packed.gate_up))
-    out = add_low_rank(layer.down.base.forward(h).data, t=t_down, b=_b(packed.down), residual=mlp.residual)
+    mlp_out, t_down_whole = _sum(layer, layer.down.base.forward(h).data, t_down)
+    out = add_low_rank(mlp_out, t=t_down_whole, b=_b(packed.down), residual=mlp.residual)
     again = layer.recompute_mlp
     kept = Kept(
         residual, normed.rstd, normed.x if layer.fp8 else None, normed.t, qkv, attended, t_o,
@@ -160,9 +162,11 @@ def backward(
     gradients.add(layer.qkv, turned.u, x, kept.t_qkv, turned.g, col_factor)
     if not wants_input:
         return None, gradients.finish()
+    dx, u = _sum(layer, layer.qkv.base.backward(turned.g), turned.u)
+    dot, _ = _sum(layer, turned.dot)
     normed = norm_backward_cast(
-        d_residual, dx=layer.qkv.base.backward(turned.g), u=turned.u, a=_a(packed.qkv),
-        residual=kept.residual, rstd=kept.rstd, weight=layer.input_layernorm.weight, dot=turned.dot,
+        d_residual, dx=dx, u=u, a=_a(packed.qkv),
+        residual=kept.residual, rstd=kept.rstd, weight=layer.input_layernorm.weight, dot=dot,
         fp8=layer.fp8_backward, wants_g=False,
     )  # fmt: skip
     return normed.d_residual, gradients.finish()
@@ -187,10 +191,12 @@ def _mlp_backward(
         h = kept.h if inner.h is None else Rows(inner.h, None)
         assert h is not None
         gradients.add(layer.down, u_down, h, kept.t_down, g_down)
+    dx, u = _sum(layer, layer.gate_up.base.backward(inner.g), inner.u)
+    dot, _ = _sum(layer, inner.dot)
     normed = norm_backward_cast(
-        d_out, dx=layer.gate_up.base.backward(inner.g), u=inner.u, a=_a(packed.gate_up),
+        d_out, dx=dx, u=u, a=_a(packed.gate_up),
         residual=kept.residual_mlp, rstd=kept.rstd_mlp,
-        weight=layer.post_attention_layernorm.weight, dot=inner.dot, fp8=layer.fp8_backward, wants_g=True,
+        weight=layer.post_attention_layernorm.weight, dot=dot, fp8=layer.fp8_backward, wants_g=True,
         col_scale=layer.o.base.col_scale, b=_b(packed.o),
     )  # fmt: skip
     x = kept.x_mlp or Rows(kept.residual_mlp, kept.rstd_mlp)
@@ -198,6 +204,19 @@ def _mlp_backward(
     gradients.add(layer.gate_up, inner.u, x, kept.t_gate_up, inner.g, None if layer.fp8 else weight)
     assert normed.g is not None
     return normed.d_residual, normed.g, normed.u
+
+
+def _sum(
+    layer: FusedLlamaLayer, part: Tensor, low_rank: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """What the ranks of a cut layer have, added up: a product, and the adapter's inner one beside it.
+
+    Sums are kept apart from the ranks' own parts: gradients of A and B are made of those, and added up once
+    a step.
+    """
+    if layer.ranks is None:
+        return part, low_rank
+    return layer.ranks.sum(part), None if low_rank is None else layer.ranks.sum(low_rank)
 
 
 def _carry_norm(projection: Projection, normed: Normed, weight: Tensor) -> None:

@@ -12,6 +12,7 @@ from swiftkit.engine.fused.base import BaseKind, make_base
 from swiftkit.engine.kernels.rows import SLICES
 from swiftkit.engine.linear import first_factor
 from swiftkit.formats.peft import LoraSpec
+from swiftkit.parallel.collectives import Sharding
 
 
 class FrozenLinear(nn.Module):
@@ -47,8 +48,12 @@ class FrozenLinear(nn.Module):
         """Give the adapter its first values; see `first_factor`."""
         if self.lora_A is None or self.lora_B is None:
             return
+        own = self.projection.sharding
+        row = own.shard if own is not None and own.row else None
+        shape = tuple(self.lora_A.shape)
+        first = first_factor(shape if row is None else row.whole_shape(shape), name=name, seed=seed)
         with torch.no_grad():
-            self.lora_A.copy_(first_factor(self.lora_A.shape, name=name, seed=seed).to(device))
+            self.lora_A.copy_((first if row is None else row.take(first)).to(device))
             self.lora_B.zero_()
 
 
@@ -69,7 +74,7 @@ class Projection:
 
     Args:
         linears: the layers, in the order of the merged outputs; each needs `in_features` alike.
-        kind, dtype, device, two_copies: of the frozen weight, see `base.make_base`.
+        kind, dtype, device, two_copies, sharding: of the frozen weight, see `base.make_base`.
 
     Raises:
         ValueError: the adapters differ in alpha / rank, or have dropout.
@@ -77,17 +82,19 @@ class Projection:
 
     def __init__(
         self, linears: Sequence[FrozenLinear], *, kind: BaseKind, dtype: torch.dtype, device: torch.device,
-        two_copies: bool,
+        two_copies: bool, sharding: Sharding | None = None,
     ):  # fmt: skip
         self.linears = list(linears)
+        self.sharding = sharding
         for linear in linears:
             linear.projection = self
         self.widths = tuple(linear.out_features for linear in linears)
         self.in_features = linears[0].in_features
         self.dtype = dtype
         self.base = make_base(
-            kind, self.widths, self.in_features, dtype=dtype, device=device, two_copies=two_copies
-        )
+            kind, self.widths, self.in_features, dtype=dtype, device=device, two_copies=two_copies,
+            sharding=sharding,
+        )  # fmt: skip
         specs = [linear.spec for linear in linears if linear.spec is not None]
         if any(spec.dropout for spec in specs):
             raise ValueError("the fused layer has no LoRA dropout; the plain linears do")

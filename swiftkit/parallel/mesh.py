@@ -1,0 +1,46 @@
+"""The processes of a run as a grid with named axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass, fields
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes stand along each axis; an axis of one is not used.
+
+    Args:
+        pp: stages of the model, one behind the other.
+        replicate: copies of the frozen weights, each with rows of its own.
+        shard: parts that weights are stored in, gathered where they are needed (FSDP).
+        cp: parts of a sequence, for attention over long ones.
+        tp: parts of each weight, which compute together.
+        ep: parts of the experts.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return math.prod(astuple(self))
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The grid over the process group that stands; neighbours differ in `ep`, then in `tp`.
+
+        Args:
+            device_type: cuda or cpu.
+
+        Raises:
+            RuntimeError: when there are other than `size` processes.
+        """
+        names = tuple(field.name for field in fields(self))
+        return init_device_mesh(device_type, astuple(self), mesh_dim_names=names)

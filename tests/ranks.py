@@ -1,0 +1,36 @@
+"""Real processes over gloo: one function on every rank, its results back in the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(function: Callable[..., Any], size: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returned on each of `size` processes, in their order.
+
+    Args:
+        function: of a module, so that other processes find it.
+        size: of the default process group.
+        folder: empty; it holds the meeting place and the results.
+        arguments: of the function.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.spawn(_work, (function, size, folder, arguments), nprocs=size)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _work(
+    rank: int, function: Callable[..., Any], size: int, folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=size)
+    try:
+        torch.save(function(*arguments), folder / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
