@@ -23,8 +23,8 @@ def gptqmodel(folder: str) -> Any:
     """gptqmodel on a CPU, which reads GPTQ in both versions, and AWQ."""
     from gptqmodel import BACKEND, GPTQModel
 
-    backend = BACKEND.TORCH if "awq" not in folder else BACKEND.AUTO
-    return GPTQModel.load(folder, device="cpu", backend=backend).model
+    backend = BACKEND.TORCH_AWQ if "awq" in folder else BACKEND.TORCH
+    return GPTQModel.load(folder, device="cpu", backend=backend, dtype=torch.float16).model
 
 
 def transformers(folder: str) -> Any:
