@@ -11,7 +11,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
 
 
 def pairs(solutions: Path) -> Iterator[dict[str, Any]]:
-    """One pair for each problem that some model solved and another did not; who is taken turns with the rows."""
+    """One pair for each problem that some model solved and another did not; they take turns."""
     for number, line in enumerate(solutions.read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
         by_truth: dict[bool, list[str]] = {True: [], False: []}
