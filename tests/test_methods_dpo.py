@@ -401,10 +401,10 @@ def test_it_learns_to_tell_right_solutions_from_wrong_ones(
 ) -> None:
     """On pairs that it was trained on; what it is worth on others is in docs/alignment.md."""
     solutions = shared_data / "gsm8k" / "example_model_solutions.jsonl"
-    training, _ = gsm8k_pairs.write(solutions, tmp_path, training=16, held_out=1)
+    training, _ = gsm8k_pairs.write(solutions, tmp_path, training=8, held_out=1, longest=620)
     run, _ = dpo(
-        tmp_path, model=smollm2, dataset=training, val_dataset=training, max_steps=10, global_batch_size=8,
-        learning_rate=1e-3, eval_steps=10, max_length=512,
+        tmp_path, model=smollm2, dataset=training, val_dataset=training, max_steps=6, global_batch_size=8,
+        learning_rate=1e-3, eval_steps=6,
     )  # fmt: skip
     first, last = (line for line in lines_of(run) if "eval_loss" in line)
     assert first["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
