@@ -260,7 +260,7 @@ _ALIGNMENT = [
     *_same("rpo_alpha", "of `dpo`; auto is 1 for orpo and cpo, else 0"),
     *_ours("cpo_alpha", "rpo_alpha", "of `dpo` with --loss_type cpo"),
     *_same("center_rewards_coefficient", "of `reward`"),
-    *_later("ld_alpha discopop_tau loss_weights", "the losses of `dpo --help`, one at a time"),
+    *_later("ld_alpha discopop_tau loss_weights", "one loss at a time, by --loss_type"),
     *_later(
         "max_completion_length num_generations reward_funcs reward_model reward_weights epsilon "
         "num_iterations",

@@ -24,9 +24,12 @@ def pairs(solutions: Path) -> Iterator[dict[str, Any]]:
             yield {"messages": [asked, {"role": "assistant", "content": good}], "rejected_response": bad}
 
 
-def write(solutions: Path, folder: Path, *, training: int, held_out: int) -> tuple[Path, Path]:
-    """Files of disjoint problems to train on and to hold out."""
+def write(
+    solutions: Path, folder: Path, *, training: int, held_out: int, longest: int = 4000
+) -> tuple[Path, Path]:
+    """Files of disjoint problems to train on and to hold out, of rows of at most so many characters."""
     found = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs(solutions)]
+    found = [line for line in found if len(line) <= longest]
     files = folder / "train.jsonl", folder / "held-out.jsonl"
     files[0].write_text("".join(found[:training]), encoding="utf-8")
     files[1].write_text("".join(found[training : training + held_out]), encoding="utf-8")

@@ -44,10 +44,8 @@ def test_conversations(shape: str) -> None:
     found = to_pair(row(**CHATS[shape]))
     for answer, words in zip(found.answers, ("4", "five"), strict=True):
         assert isinstance(answer, Conversation)
-        assert [(m["role"], m["content"]) for m in answer.messages] == [
-            ("user", "2+2?"),
-            ("assistant", words),
-        ]
+        turns = [(message["role"], message["content"]) for message in answer.messages]
+        assert turns == [("user", "2+2?"), ("assistant", words)]
         assert answer.trained("assistant") == [1]
 
 
@@ -82,10 +80,7 @@ def test_plain_texts(value: dict[str, str], parts: list[tuple[str, str]]) -> Non
         (dict(prompt="a", rejected="b"), "'chosen' is missing"),
         (dict(prompt="a", chosen="b", rejected=[BAD]), "both texts, or both lists"),
         (dict(prompt="a", chosen=[GOOD], rejected=[]), "in 'rejected'|no answer"),
-        (
-            dict(messages=[ASKED, GOOD], rejected_response=""),
-            "in 'rejected_response': the content of message 2",
-        ),
+        (dict(messages=[ASKED, GOOD], rejected_response=""), "in 'rejected_response': the content"),
         (dict(chosen=[ASKED], rejected=[ASKED, BAD]), "'chosen' has no answer of the assistant"),
         (dict(prompt="a", chosen="b", rejected="c", margin="x"), "'margin' is a number"),
         (dict(prompt="a", completion="b"), "no pair of answers"),
@@ -97,9 +92,8 @@ def test_refusals_name_the_line(value: dict[str, Any], words: str) -> None:
 
 
 def test_columns_margin_and_labels() -> None:
-    found = to_pair(
-        row(q="a ", good="b", bad="c", margin=2), {"q": "prompt", "good": "chosen", "bad": "rejected"}
-    )
+    columns = {"q": "prompt", "good": "chosen", "bad": "rejected"}
+    found = to_pair(row(q="a ", good="b", bad="c", margin=2), columns)
     assert found.margin == 2.0
     assert to_labelled(row(prompt="a", completion="b", label=True)).good
     assert not to_labelled(row(messages=[ASKED, BAD], label=0)).good

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from rich.console import Console
 
 import swiftkit
 from swiftkit.config import DpoConfig
-from swiftkit.data import AnswerRow, Document, Pairs, collate_answers, prepare_pairs
+from swiftkit.data import AnswerRow, Document, collate_answers, prepare_pairs
 from swiftkit.data.answers import shared_prefix
-from swiftkit.data.pairs import PairReport
 from swiftkit.engine import Batch, Engine, LoraSpec
 from swiftkit.engine.build import build_model
 from swiftkit.errors import UserError
 from swiftkit.methods.preference import LabelledLoss, PairLoss, answer_logprobs
-from tests import tiny
+from tests import gsm8k_pairs, tiny
 from tests.cases import toy
 
 CPU = torch.device("cpu")
@@ -241,13 +241,11 @@ def test_pair_losses_equal_trl(kind: str, tmp_path: Path, seed: int) -> None:
 
     model = tiny.make_toy(tmp_path / "toy", seed=seed % 1000)
     loss, options = SHARED.get(kind, (PairLoss("sigmoid", 0.3, chosen_weight=0.7), {}))
-    if (
-        kind == "rpo"
-    ):  # its cross-entropy is a mean over the tokens of a batch there, over those of a pair here
+    if kind == "rpo":  # whose cross-entropy is a mean over the batch's tokens there, over a pair's here
         options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
     config = DPOConfig(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, beta=0.3,
-        precompute_ref_log_probs=False, **{"loss_type": [kind], **options},
+        **{"loss_type": [kind], **options},
     )  # fmt: skip
     pair = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     trainer = tuned_by_trl(DPOTrainer, config, model, pair)
@@ -297,10 +295,7 @@ def test_kto_equals_trl(tmp_path: Path, seed: int) -> None:
         per_device_train_batch_size=2,
     )  # fmt: skip
     data = Dataset.from_list(
-        [
-            {"prompt": "a", "completion": "b", "label": True},
-            {"prompt": "c", "completion": "d", "label": False},
-        ]
+        [{"prompt": word, "completion": "b", "label": word == "a"} for word in ("a", "c")]
     )
     trainer = tuned_by_trl(KTOTrainer, config, model, data)
     trainer.precompute_ref_logps = True
@@ -355,17 +350,14 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     knobs = dict(model=model, val_dataset=CASE, eval_steps=2, save_steps=2, max_steps=4, lora_dropout=0.2)
     whole, _ = dpo(tmp_path, **knobs)
     broken, _ = dpo(tmp_path / "b", **knobs)
-    import shutil
-
     shutil.rmtree(Path(broken.folder) / "checkpoint-4")
     again, said = dpo(tmp_path / "b", **knobs, resume_from_checkpoint="auto")
     assert "from step 2" in said
     pick = ("step", "loss", "margin", "eval_loss", "eval_accuracy", "grad_norm")
     facts = [[{k: line[k] for k in pick if k in line} for line in lines_of(run)] for run in (whole, again)]
     assert facts[0] == facts[1]
-    saved = [
-        Path(run.folder, "checkpoint-4", "adapter_model.safetensors").read_bytes() for run in (whole, again)
-    ]
+    name = "checkpoint-4/adapter_model.safetensors"
+    saved = [Path(run.folder, name).read_bytes() for run in (whole, again)]
     assert saved[0] == saved[1]
 
 
@@ -402,6 +394,18 @@ def test_reference_logprobs_are_kept_and_dropout_is_off(tmp_path: Path) -> None:
     np.testing.assert_allclose(kept["training"], base.double().numpy(), atol=1e-4)
 
 
-def test_rows_of_no_window_make_an_empty_report() -> None:
-    data = Pairs((), 2, PairReport(["x"]), [])
-    assert data.num_windows == 0 and data.documents == []
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_it_learns_to_tell_right_solutions_from_wrong_ones(
+    smollm2: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    """On pairs that it was trained on; what it is worth on others is in docs/alignment.md."""
+    solutions = shared_data / "gsm8k" / "example_model_solutions.jsonl"
+    training, _ = gsm8k_pairs.write(solutions, tmp_path, training=8, held_out=1, longest=620)
+    run, _ = dpo(
+        tmp_path, model=smollm2, dataset=training, val_dataset=training, max_steps=6, global_batch_size=8,
+        learning_rate=1e-3, eval_steps=6,
+    )  # fmt: skip
+    first, last = (line for line in lines_of(run) if "eval_loss" in line)
+    assert first["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert last["eval_accuracy"] > 0.9 and last["eval_loss"] < 0.5

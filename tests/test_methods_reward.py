@@ -75,11 +75,8 @@ def test_a_reward_model_loads_in_transformers_and_here(tmp_path: Path) -> None:
     assert all(good > bad for good, bad in zip(scores[::2], scores[1::2], strict=True))
     assert scorer.score([("2+2? ", "4")]) == pytest.approx(scorer.score([("2+2? ", "4"), ("a", "b")])[:1])
     found = json.loads((Path(run.folder) / "calibration.json").read_text())
-    evaluated = [
-        line
-        for line in map(json.loads, (Path(run.folder) / "logging.jsonl").read_text().splitlines())
-        if "eval_loss" in line
-    ]
+    logged = (Path(run.folder) / "logging.jsonl").read_text().splitlines()
+    evaluated = [line for line in map(json.loads, logged) if "eval_loss" in line]
     assert found["pairs"] == 3 and found["accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"])
     again, _ = train(tmp_path, model, init_adapter=checkpoint, max_steps=1, learning_rate=1e-6)
     first = json.loads((Path(again.folder) / "logging.jsonl").read_text().splitlines()[0])
@@ -124,11 +121,8 @@ def test_the_reward_loss_equals_trl(centering: float, tmp_path: Path, seed: int)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                own = (
-                    name.removeprefix("base_model.model.")
-                    .replace(".default", "")
-                    .replace(".modules_to_save", "")
-                )
+                own = name.removeprefix("base_model.model.").replace(".default", "")
+                own = own.replace(".modules_to_save", "")
                 own = own.removesuffix(".weight") if "lora_" in own else own
                 parameter.copy_(engine.parameters[own])
                 ours_of[own] = name

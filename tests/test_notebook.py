@@ -81,9 +81,8 @@ def test_the_quickstart_on_the_real_model(
 def check_dpo(shown: dict[str, list[Any]], folder: Path) -> list[dict[str, Any]]:
     """The evaluations of the run that the notebook made."""
     for line in ("evaluated = run.metrics", "pd.DataFrame(run.samples)"):
-        assert (
-            "<table" in result(next(out for cell, out in shown.items() if cell.startswith(line)))["text/html"]
-        )
+        outputs = next(found for cell, found in shown.items() if cell.startswith(line))
+        assert "<table" in result(outputs)["text/html"]
     assert len(result(shown["run.plot()"])["image/png"]) > 5_000
     (log,) = folder.glob("output/*/v0-*/logging.jsonl")
     found = [line for line in map(json.loads, log.read_text().splitlines()) if "eval_loss" in line]

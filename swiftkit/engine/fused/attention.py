@@ -40,6 +40,7 @@ def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float,
         scaling: of the scores.
         layer: the layer's number, for a plan that goes on from stored keys and values.
     """
+    assert not plan.prefixes, "prepare_rows gives fused layers each answer with its own prompt"
     if plan.store is not None:
         q, k, v = (x.transpose(0, 1) for x in _split(qkv, heads))
         out = by_segment(q, k, v, plan, Rules(scaling), layer)
