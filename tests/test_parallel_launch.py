@@ -316,5 +316,5 @@ def test_a_port_of_ones_own_and_two_nodes_on_one_machine(inputs: Path, tmp_path:
 def test_dry_run_prints_what_would_start(inputs: Path, tmp_path: Path) -> None:
     said, errors = start(inputs, tmp_path, "--dry_run").communicate(timeout=60)
     assert said.startswith("2 processes, 2 on each of 1 node, over gloo"), errors
-    assert "rank 1: CPU 1: swiftkit sft --model" in said and "dry_run" not in said
+    assert "rank 1: CPU 1: swiftkit sft --model" in said and "--dry_run" not in said
     assert not list(tmp_path.glob("toy/*"))
