@@ -16,7 +16,7 @@ import pytest
 
 from swiftkit.errors import UserError
 from swiftkit.parallel import launch, worker
-from swiftkit.parallel.launch import Launch, plan_launch
+from swiftkit.parallel.launch import Launch, one_process_only, plan_launch
 from swiftkit.train.checkpoint import damage
 from tests import tiny
 from tests.training import logged, losses, saved
@@ -318,3 +318,21 @@ def test_dry_run_prints_what_would_start(inputs: Path, tmp_path: Path) -> None:
     assert said.startswith("2 processes, 2 on each of 1 node, over gloo"), errors
     assert "rank 1: CPU 1: swiftkit sft --model" in said and "--dry_run" not in said
     assert not list(tmp_path.glob("toy/*"))
+
+
+@pytest.mark.parametrize("verb", ["dpo", "reward"])
+@pytest.mark.parametrize("by", ["--nproc_per_node", "WORLD_SIZE", "NPROC_PER_NODE"])
+def test_a_method_of_one_process_refuses_more(verb: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    if by == "--nproc_per_node":
+        with pytest.raises(UserError, match=rf"^--nproc_per_node asks .* swiftkit {verb} runs in one"):
+            one_process_only(verb, 2, dry_run=False)
+    else:
+        monkeypatch.setenv(by, "4")
+        with pytest.raises(UserError, match=f"^{by} asks"):
+            one_process_only(verb, "auto", dry_run=False)
+        monkeypatch.setenv(by, "1")
+    one_process_only(verb, 1, dry_run=False)
+    with pytest.raises(UserError, match="always one"):
+        one_process_only(verb, "auto", dry_run=True)

@@ -16,6 +16,7 @@ from swiftkit.formats.named import open_model
 from swiftkit.methods.preference import loss_of
 from swiftkit.methods.reference import Reference, open_reference
 from swiftkit.methods.sft import check_vocabulary, longest_window, resolved
+from swiftkit.parallel.launch import one_process_only
 from swiftkit.train.job import Job
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
@@ -35,6 +36,7 @@ def run(config: DpoConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
+    one_process_only("dpo", config.nproc_per_node, dry_run=config.dry_run)
     find_device(config.device)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)

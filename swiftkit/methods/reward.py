@@ -22,6 +22,7 @@ from swiftkit.formats.named import open_model
 from swiftkit.methods.dpo import check_rows, plan_rows, prepare_rows
 from swiftkit.methods.scoring import scores_of
 from swiftkit.methods.sft import longest_window, resolved
+from swiftkit.parallel.launch import one_process_only
 from swiftkit.train.job import Job
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run, write_whole
@@ -67,6 +68,7 @@ def run(config: RewardConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
+    one_process_only("reward", config.nproc_per_node, dry_run=config.dry_run)
     find_device(config.device)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)

@@ -143,6 +143,24 @@ def plan_here(asked: int | Auto, device: str) -> Launch | None:
     )
 
 
+def one_process_only(verb: str, asked: int | Auto, *, dry_run: bool) -> None:
+    """Refuse several processes for a method that does not deal its rows yet; on auto it takes one.
+
+    Raises:
+        UserError: saying who asked for several.
+    """
+    several = "--nproc_per_node" if asked not in ("auto", 1) else None
+    for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
+        if several is None and os.environ.get(name, "1") not in ("1", "auto"):
+            several = name
+    if several is not None:
+        raise UserError(
+            f"{several} asks for several processes; swiftkit {verb} runs in one as yet, sft in many"
+        )
+    if dry_run:
+        raise UserError(f"--dry_run says which processes would start; swiftkit {verb} is always one")
+
+
 def describe_here(asked: int | Auto, device: str, command: list[str]) -> str:
     """What would start on this machine; nothing does."""
     launch = plan_here(asked, device)
