@@ -155,7 +155,7 @@ def one_process_only(verb: str, asked: int | Auto, *, dry_run: bool) -> None:
             several = name
     if several is not None:
         raise UserError(
-            f"{several} asks for several processes; swiftkit {verb} runs in one as yet, sft in many"
+            f"{several} asks for several processes; swiftkit {verb} runs in one as yet"
         )
     if dry_run:
         raise UserError(f"--dry_run says which processes would start; swiftkit {verb} is always one")
