@@ -22,7 +22,7 @@ from swiftkit.engine import Batch, Engine, LoraSpec
 from swiftkit.engine.build import build_model
 from swiftkit.errors import UserError
 from swiftkit.methods.preference import LabelledLoss, PairLoss, answer_logprobs
-from tests import gsm8k_pairs, tiny
+from tests import tiny
 from tests.cases import toy
 
 CPU = torch.device("cpu")
@@ -392,20 +392,3 @@ def test_reference_logprobs_are_kept_and_dropout_is_off(tmp_path: Path) -> None:
     with torch.no_grad():
         base = answer_logprobs(engine.head, engine.hidden(batch), batch)
     np.testing.assert_allclose(kept["training"], base.double().numpy(), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_it_learns_to_tell_right_solutions_from_wrong_ones(
-    smollm2: Path, shared_data: Path, tmp_path: Path
-) -> None:
-    """On pairs that it was trained on; what it is worth on others is in docs/alignment.md."""
-    solutions = shared_data / "gsm8k" / "example_model_solutions.jsonl"
-    training, _ = gsm8k_pairs.write(solutions, tmp_path, training=8, held_out=1, longest=620)
-    run, _ = dpo(
-        tmp_path, model=smollm2, dataset=training, val_dataset=training, max_steps=6, global_batch_size=8,
-        learning_rate=1e-3, eval_steps=6,
-    )  # fmt: skip
-    first, last = (line for line in lines_of(run) if "eval_loss" in line)
-    assert first["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
-    assert last["eval_accuracy"] > 0.9 and last["eval_loss"] < 0.5
