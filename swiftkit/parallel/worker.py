@@ -65,6 +65,8 @@ def as_worker() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _end(128 + signal.SIGINT)
+    except SystemExit as ending:  # SIGTERM, after its checkpoint
+        _end(ending.code if isinstance(ending.code, int) else 1)
     except Exception as error:
         failure = _failure(rank, error)
         write(place, failure)
