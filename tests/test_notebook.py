@@ -95,13 +95,3 @@ def test_the_preferences_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(MODEL, "toy")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check_dpo(executed(tmp_path, DPO), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_preferences_on_the_real_model(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(MODEL, raising=False)
-    found = check_dpo(executed(tmp_path, DPO), tmp_path)
-    assert found[-1]["eval_accuracy"] > 0.5 and found[-1]["eval_loss"] < found[0]["eval_loss"]

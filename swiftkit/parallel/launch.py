@@ -154,9 +154,7 @@ def one_process_only(verb: str, asked: int | Auto, *, dry_run: bool) -> None:
         if several is None and os.environ.get(name, "1") not in ("1", "auto"):
             several = name
     if several is not None:
-        raise UserError(
-            f"{several} asks for several processes; swiftkit {verb} runs in one as yet"
-        )
+        raise UserError(f"{several} asks for several processes; swiftkit {verb} runs in one as yet")
     if dry_run:
         raise UserError(f"--dry_run says which processes would start; swiftkit {verb} is always one")
 
