@@ -7,11 +7,12 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, configure_eval, configure_run, configure_sft, start_sft
+from swiftkit.api import configure, configure_eval, configure_sft, dpo, reward, start_sft
 from swiftkit.config import (
     ChatConfig,
     Config,
@@ -91,30 +92,13 @@ def _sft(words: Words) -> None:
     start_sft(config, Console())
 
 
-def _dpo(words: Words) -> None:
+def _door(config_class: type[Config], verb: str, open_door: Callable[..., Any], words: Words) -> None:
+    """A verb that Python has under the same name, with the same words."""
     if _asks_help(words):
-        print(flags.describe(DpoConfig, "dpo"))
+        print(flags.describe(config_class, verb))
         return
-    file, knobs = flags.parse(DpoConfig, words)
-    config = configure_run(DpoConfig, "dpo", knobs, file=file)
-    from rich.console import Console
-
-    from swiftkit.methods import dpo
-
-    dpo.run(config, Console())
-
-
-def _reward(words: Words) -> None:
-    if _asks_help(words):
-        print(flags.describe(RewardConfig, "reward"))
-        return
-    file, knobs = flags.parse(RewardConfig, words)
-    config = configure_run(RewardConfig, "reward", knobs, file=file)
-    from rich.console import Console
-
-    from swiftkit.methods import reward
-
-    reward.run(config, Console())
+    file, knobs = flags.parse(config_class, words)
+    open_door(file, **knobs)
 
 
 def _chat(words: Words) -> None:
@@ -357,8 +341,10 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": Verb("fine-tune a model on your data", _sft),
-    "dpo": Verb("learn from chosen and rejected answers: DPO and its kin, KTO", _dpo),
-    "reward": Verb("train a model that scores answers", _reward),
+    "dpo": Verb(
+        "learn from chosen and rejected answers: DPO and its kin, KTO", partial(_door, DpoConfig, "dpo", dpo)
+    ),
+    "reward": Verb("train a model that scores answers", partial(_door, RewardConfig, "reward", reward)),
     "chat": Verb("talk to a model, or to a tuned one", _chat),
     "eval": Verb("loss, perplexity and exact match of a model, or of a tuned one", _eval),
     "data": Verb("look at rows as the model sees them, and count them", _data),

@@ -98,6 +98,6 @@ def _opened(config: PreviewConfig | StatsConfig) -> tuple[PreTrainedTokenizerFas
         return tokenizer, None
     from transformers import AutoConfig
 
-    from swiftkit.methods.sft import longest_window
+    from swiftkit.methods.opening import longest_window
 
     return tokenizer, longest_window(AutoConfig.from_pretrained(folder), config.max_length)

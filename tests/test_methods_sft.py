@@ -21,7 +21,8 @@ from swiftkit.errors import UserError
 from swiftkit.formats.peft import load_adapter
 from swiftkit.formats.source import LocalModel
 from swiftkit.formats.weights import Weights
-from swiftkit.methods import sft
+from swiftkit.methods import opening, sft
+from swiftkit.methods.opening import longest_window
 from swiftkit.train.job import base_for_others
 from swiftkit.train.log import FILE, Log
 from swiftkit.train.loop import fit
@@ -367,13 +368,13 @@ def test_an_adapter_is_counted_without_weights(family: str, targets: tuple[str, 
 def test_brackets_in_what_is_said_are_no_markup(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = sft.open_model
+    opened = opening.open_model
 
     def saying(name: str, *, say: Callable[[str], None], **options: Any) -> LocalModel:
         say("fetching models[v2]/a[/b]c")
         return opened(name, say=say, **options)
 
-    monkeypatch.setattr(sft, "open_model", saying)
+    monkeypatch.setattr(opening, "open_model", saying)
     source = rows(tmp_path, CONVERSATIONS)
     run(tmp_path, model=str(toy_model), dataset=source, max_steps=1, sample_prompts="none")
     assert "fetching models[v2]/a[/b]c\n" in (tmp_path / "console.txt").read_text()
@@ -424,21 +425,21 @@ def test_positions_that_depend_on_the_longest_document_are_refused() -> None:
     options = {**tiny.SIZES, "original_max_position_embeddings": 64}
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=factors, long_factor=factors)
     phi3 = AutoConfig.for_model("phi3", **options, rope_parameters=rope)
-    assert sft.longest_window(phi3, "auto") == sft.longest_window(phi3, 64) == 64
+    assert longest_window(phi3, "auto") == longest_window(phi3, 64) == 64
     with pytest.raises(UserError, match=r"--max_length 65 is more than 64 tokens, beyond which .*longrope"):
-        sft.longest_window(phi3, 65)
+        longest_window(phi3, 65)
     plain = AutoConfig.for_model("phi3", **options)
-    assert sft.longest_window(plain, 512) == 512
+    assert longest_window(plain, 512) == 512
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64)
-    assert sft.longest_window(AutoConfig.for_model("llama", **tiny.SIZES, rope_parameters=yarn), 512) == 512
+    assert longest_window(AutoConfig.for_model("llama", **tiny.SIZES, rope_parameters=yarn), 512) == 512
     layers: dict[str, dict[str, Any]] = dict(
         sliding_attention=dict(rope_type="default"), full_attention=dict(rope_type="dynamic")
     )
     by_kind = SimpleNamespace(max_position_embeddings=512, rope_parameters=layers)
-    assert sft.longest_window(by_kind, "auto") == 512
+    assert longest_window(by_kind, "auto") == 512
     layers["full_attention"]["original_max_position_embeddings"] = 32
-    assert sft.longest_window(by_kind, "auto") == 32
-    assert sft.longest_window(SimpleNamespace(), 10**6) is None
+    assert longest_window(by_kind, "auto") == 32
+    assert longest_window(SimpleNamespace(), 10**6) is None
 
 
 # ---- special tokens that a base never learnt -------------------------------------------------------------

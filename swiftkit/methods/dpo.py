@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from swiftkit.config import DpoConfig, PreferenceConfig
 from swiftkit.data import Pairs, prepare_pairs
-from swiftkit.data.tokenizer import load_tokenizer
-from swiftkit.engine.build import check_model
-from swiftkit.engine.placement import Placement, find_device, place
-from swiftkit.formats.named import open_model
+from swiftkit.engine.placement import Placement, find_device
+from swiftkit.methods.opening import Opening, check_vocabulary, open_base
 from swiftkit.methods.preference import loss_of
 from swiftkit.methods.reference import Reference, open_reference
-from swiftkit.methods.sft import check_vocabulary, longest_window, resolved
 from swiftkit.parallel.launch import one_process_only
-from swiftkit.train.job import Job
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
-from swiftkit.train.steps import StepPlan, plan_steps
-from swiftkit.train.tuning import plan_tuning
+from swiftkit.train.steps import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,36 +33,18 @@ def run(config: DpoConfig, console: Console) -> Run:
     """
     one_process_only("dpo", config.nproc_per_node, dry_run=config.dry_run)
     find_device(config.device)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
-    tokenizer = load_tokenizer(model.path, config.chat_template)
-    asked, tuning = config, plan_tuning(config, model, tokenizer)
-    config = tuning.config.with_changes(beta=config.reward_scale, rpo_alpha=config.chosen_weight)
-    description = check_model(model.path, tuning.spec)
-    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
-    tuning.check_room(placement)
-    kind: Rows = "labelled" if config.loss_type == "kto" else "pairs"
-    longest = longest_window(description, config.max_length)
-    data, evaluation = prepare_rows(config, tokenizer, placement, longest, kind=kind)
-    check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
-    plan = plan_rows(config, data, placement)
-    reference = open_reference(config, tokenizer, data, say)
-    job = Job(
-        method="dpo",
-        asked=asked,
-        config=resolved(config, placement, plan, data.max_length),
-        model=model,
-        tokenizer=tokenizer,
-        data=data,
-        evaluation=evaluation,
-        plan=plan,
-        placement=placement,
-        tuning=tuning,
-        layers="fused" if placement.fused else "plain",
-        console=console,
-        warnings=tuning.warnings(),
-        notes=_about(config),
+    base = open_base(config, console)
+    tuning, placement = base.tuning, base.placement
+    config = tuning.config.with_changes(
+        beta=tuning.config.reward_scale, rpo_alpha=tuning.config.chosen_weight
     )
+    kind: Rows = "labelled" if config.loss_type == "kto" else "pairs"
+    data, evaluation = prepare_rows(config, base.tokenizer, placement, base.longest, kind=kind)
+    check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
+    plan = plan_rows(base, data)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    reference = open_reference(config, base.tokenizer, data, say)
+    job = base.job("dpo", data, evaluation, plan, config=config, notes=_about(config))
     with job.announce():
         parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
         kept = Reference(job.folder, plan, pad_id=job.pad_id)
@@ -144,17 +121,9 @@ def check_rows(config: PreferenceConfig, data: Pairs, evaluation: Pairs | None, 
     check_evaluated(config, evaluation)
 
 
-def plan_rows(config: PreferenceConfig, data: Pairs, placement: Placement) -> StepPlan:
+def plan_rows(base: Opening[Any], data: Pairs) -> StepPlan:
     """Steps and batch sizes; a window is a row."""
-    lengths = data.window_lengths.tolist()
-    return plan_steps(
-        config,
-        num_windows=data.num_windows,
-        max_length=max(lengths),
-        device_type=placement.device.type,
-        fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
-        lengths=lengths,
-    )
+    return base.plan(data, max_length=int(data.window_lengths.max()))
 
 
 def _about(config: DpoConfig) -> list[str]:

@@ -27,7 +27,8 @@ from swiftkit.generate.batch import Answer, generate, rows_at_once
 from swiftkit.generate.find import find
 from swiftkit.generate.load import ReadyModel, prepare_model
 from swiftkit.methods.exact_match import Question, extract, question_of, rule_of, wilson
-from swiftkit.methods.sft import check_vocabulary, longest_window, loss
+from swiftkit.methods.opening import check_vocabulary, longest_window
+from swiftkit.methods.sft import loss
 from swiftkit.train.steps import ROW_MULTIPLE, TOKENS_AT_ONCE
 
 if TYPE_CHECKING:

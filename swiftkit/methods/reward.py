@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +13,15 @@ from torch import Tensor, nn
 
 from swiftkit.config import RewardConfig
 from swiftkit.data import Pairs
-from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Batch, Engine, Head, Sums
-from swiftkit.engine.build import check_model
-from swiftkit.engine.placement import find_device, place
-from swiftkit.formats.named import open_model
+from swiftkit.engine.placement import find_device
 from swiftkit.methods.dpo import check_rows, plan_rows, prepare_rows
+from swiftkit.methods.opening import open_base
 from swiftkit.methods.scoring import scores_of
-from swiftkit.methods.sft import longest_window, resolved
 from swiftkit.parallel.launch import one_process_only
-from swiftkit.train.job import Job
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run, write_whole
 from swiftkit.train.steps import StepPlan, evaluation_batches
-from swiftkit.train.tuning import plan_tuning
 
 CALIBRATION = "calibration.json"
 BINS = 10
@@ -70,32 +64,12 @@ def run(config: RewardConfig, console: Console) -> Run:
     """
     one_process_only("reward", config.nproc_per_node, dry_run=config.dry_run)
     find_device(config.device)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    model = open_model(config.model, source=config.model_source, revision=config.revision, say=say)
-    tokenizer = load_tokenizer(model.path, config.chat_template)
-    asked, tuning = config, plan_tuning(config, model, tokenizer)
-    config = tuning.config
-    description = check_model(model.path, tuning.spec)
-    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
-    longest = longest_window(description, config.max_length)
-    data, evaluation = prepare_rows(config, tokenizer, placement, longest)
+    base = open_base(config, console)
+    config, tuning, placement = base.tuning.config, base.tuning, base.placement
+    data, evaluation = prepare_rows(config, base.tokenizer, placement, base.longest)
     check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
-    plan = plan_rows(config, data, placement)
-    job = Job(
-        method="reward",
-        asked=asked,
-        config=resolved(config, placement, plan, data.max_length),
-        model=model,
-        tokenizer=tokenizer,
-        data=data,
-        evaluation=evaluation,
-        plan=plan,
-        placement=placement,
-        tuning=tuning,
-        layers="fused" if placement.fused else "plain",
-        console=console,
-        warnings=tuning.warnings(),
-    )
+    plan = plan_rows(base, data)
+    job = base.job("reward", data, evaluation, plan)
     with job.announce():
         engine = tuning.load(placement, tokens=plan.tokens)
         with job.begin(engine) as log:
@@ -113,8 +87,7 @@ def run(config: RewardConfig, console: Console) -> Run:
         if evaluation is not None:
             found = calibration(engine, evaluation, plan, pad_id=job.pad_id)
             write_whole(job.folder / CALIBRATION, found)
-            for line in _about(found):
-                say(line)
+            console.print(*_about(found), sep="\n", markup=False, highlight=False, soft_wrap=True)
         return job.end(engine)
 
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from torch import Tensor
 
-from swiftkit.config import RunConfigT, SftConfig
-from swiftkit.data import ChatTemplate, Prepared, Trainable, prepare
+from swiftkit.config import SftConfig
+from swiftkit.data import ChatTemplate, Prepared, prepare
 from swiftkit.data.cache import data_folder
 from swiftkit.data.template_tokens import never_trained, template_tokens, warning
-from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Batch, Head, Sums
-from swiftkit.engine.build import check_model
-from swiftkit.engine.placement import Placement, find_device, place
-from swiftkit.errors import UserError
-from swiftkit.formats.named import open_model
+from swiftkit.engine.placement import find_device
 from swiftkit.formats.weights import Weights
+from swiftkit.methods.opening import check_vocabulary, open_base
 from swiftkit.parallel.world import World, joined
-from swiftkit.train.job import Job
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
-from swiftkit.train.steps import StepPlan, check_batch_sizes, plan_steps
-from swiftkit.train.tuning import plan_tuning
+from swiftkit.train.steps import check_batch_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,48 +47,17 @@ def run(config: SftConfig, console: Console) -> Run:
 
 def _run(config: SftConfig, console: Console, world: World) -> Run:
     check_batch_sizes(config, world.size)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    opened = partial(open_model, config.model, source=config.model_source, revision=config.revision, say=say)
-    model = world.once_a_node(opened)
-    tokenizer = load_tokenizer(model.path, config.chat_template)
-    asked, tuning = config, plan_tuning(config, model, tokenizer)
-    config = tuning.config
-    description = check_model(model.path, tuning.spec)
-    placement = place(config.device, config.base_precision, config.nf4_compute, fuses=tuning.fuses)
-    placement = placement if world.device is None else replace(placement, device=world.device)
-    tuning.check_room(placement)
-    longest = longest_window(description, config.max_length)
-    data, evaluation = world.once_a_node(partial(prepare_data, config, tokenizer, longest))
-    world.check_same(f"{model.fingerprint} {data.fingerprint}", "model files or rows")
+    base = open_base(config, console, world=world)
+    config, tuning = base.tuning.config, base.tuning
+    prepared = partial(prepare_data, config, base.tokenizer, base.longest)
+    data, evaluation = world.once_a_node(prepared)
+    world.check_same(f"{base.model.fingerprint} {data.fingerprint}", "model files or rows")
     check_data(config, data, evaluation, vocabulary=tuning.vocabulary)
-    plan = plan_steps(
-        config,
-        num_windows=data.num_windows,
-        max_length=data.max_length,
-        device_type=placement.device.type,
-        fixed_length=placement.device.type == "cuda" and not placement.fused and placement.base == "plain",
-        lengths=data.window_lengths.tolist(),
-        ranks=world.size,
-    )
-    untrained = [] if tuning.trains_embedding else untrained_tokens(data, tokenizer, model.path)
-    job = Job(
-        method="sft",
-        asked=asked,
-        config=resolved(config, placement, plan, data.max_length),
-        model=model,
-        tokenizer=tokenizer,
-        data=data,
-        evaluation=evaluation,
-        plan=plan,
-        placement=placement,
-        tuning=tuning,
-        layers="fused" if placement.fused else "plain",
-        console=console,
-        warnings=[*tuning.warnings(), *untrained],
-        world=world,
-    )
+    plan = base.plan(data, max_length=data.max_length)
+    untrained = [] if tuning.trains_embedding else untrained_tokens(data, base.tokenizer, base.model.path)
+    job = base.job("sft", data, evaluation, plan, warnings=untrained)
     with job.announce():
-        engine = tuning.load(placement, tokens=plan.tokens)
+        engine = tuning.load(base.placement, tokens=plan.tokens)
         with job.begin(engine) as log:
             fit(
                 engine,
@@ -109,17 +72,6 @@ def _run(config: SftConfig, console: Console, world: World) -> Run:
                 world=world,
             )
         return job.end(engine)
-
-
-def resolved(config: RunConfigT, placement: Placement, plan: StepPlan, max_length: int) -> RunConfigT:
-    """The config with what `auto` has become on this machine."""
-    return config.with_changes(
-        base_precision=placement.base_precision,
-        max_length=max_length,
-        global_batch_size=plan.global_batch_size,
-        per_device_train_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-    )
 
 
 def prepare_data(
@@ -175,43 +127,6 @@ def check_data(config: SftConfig, data: Prepared, evaluation: Prepared | None, *
     check_evaluated(config, evaluation)
 
 
-def longest_window(description: Any, max_length: int | Literal["auto"]) -> int | None:
-    """Tokens of the longest window that a model can be trained on; None where its config sets no limit.
-
-    Args:
-        description: the model's transformers config.
-        max_length: as asked for.
-
-    Raises:
-        UserError: when `max_length` is more.
-    """
-    limit: int | None = getattr(description, "max_position_embeddings", None)
-    reason = f"more than the model's context of {limit} tokens"
-    original = _switching_length(description)
-    if original is not None and (limit is None or original < limit):
-        # transformers takes one set of frequencies for a whole row, by its longest document.
-        limit = original
-        reason = (
-            f"more than {limit} tokens, beyond which this model (rope_type longrope or dynamic) turns "
-            "positions otherwise: one long document would change the short ones of its row"
-        )
-    if limit is not None and max_length != "auto" and max_length > limit:
-        raise UserError(f"--max_length {max_length} is {reason}; give at most {limit}, or leave it on auto")
-    return limit
-
-
-def _switching_length(description: Any) -> int | None:
-    """Tokens from which rotary frequencies depend on the length of the row; None where they never do."""
-    found = getattr(description, "rope_parameters", None) or {}
-    kinds = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
-    lengths = [
-        kind.get("original_max_position_embeddings") or description.max_position_embeddings
-        for kind in kinds
-        if kind.get("rope_type") in ("longrope", "dynamic")
-    ]
-    return min(lengths, default=None)
-
-
 def untrained_tokens(data: Prepared, tokenizer: PreTrainedTokenizerFast, folder: Path) -> list[str]:
     """A warning where the template of conversations writes special tokens that the base never learnt."""
     weights = Weights(folder)
@@ -229,20 +144,3 @@ def untrained_tokens(data: Prepared, tokenizer: PreTrainedTokenizerFast, folder:
     rows, others = (weights.rows(name, chosen).float().numpy() for chosen in (list(tokens), ordinary))
     words = never_trained(tokens, rows, others)
     return [warning(words)] if words else []
-
-
-def check_vocabulary(data: Trainable, size: int) -> None:
-    """Refuse tokens that the model has no embedding for.
-
-    Raises:
-        UserError: naming the first row with one.
-    """
-    if data.largest_id < size:  # known without reading a window
-        return
-    for document in data.documents:
-        largest = int(document.ids.max())
-        if largest >= size:
-            raise document.origin.error(
-                f"the tokenizer makes token {largest} of it, the model has {size} (from 0); "
-                "take the tokenizer that belongs to the model"
-            )

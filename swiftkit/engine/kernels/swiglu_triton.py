@@ -26,6 +26,55 @@ def _output(raw, columns, of_row, t_tile, b, ranks, RANK: tl.constexpr):
 
 
 @triton.jit
+def _low_rank_rows(t, rows, ranks, mask, PART: tl.constexpr, RANK: tl.constexpr):
+    """A tile of the narrow side of gate's adapter (PART 0) or up's (1); None where there is none."""
+    tile = None
+    if t is not None:
+        tile = tl.load(t + rows[:, None] * (2 * RANK) + PART * RANK + ranks[None, :], mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_low_rank(out, of_gate, of_up, rows, ranks, mask, RANK: tl.constexpr):
+    """What `_low_rank_rows` reads, both parts."""
+    at = out + rows[:, None] * (2 * RANK) + ranks[None, :]
+    tl.store(at, of_gate.to(out.dtype.element_ty), mask=mask)
+    tl.store(at + RANK, of_up.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_low_rank(d, u_tile, a, columns, ranks, WIDTH: tl.constexpr, RANK: tl.constexpr):
+    """A tile of the gradient with the part of down's adapter."""
+    if a is not None:
+        a_tile = low_rank_tile(a, columns, ranks, 1, WIDTH, RANK)
+        d = tl.dot(u_tile, tl.trans(a_tile), d)
+    return d
+
+
+@triton.jit
+def _scale_of_rows(row_scale, rows, row_mask):
+    """[BM, 1], or None where every scale is one."""
+    of_row = None
+    if row_scale is not None:
+        of_row = tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
+    return of_row
+
+
+@triton.jit
+def _store_cast(g, at, d_gate, d_up, gate_scale, up_scale, scale, first, is_first, mask, INTER: tl.constexpr):
+    """Cast a tile of both gradients with their channels' scales; the running scales of the rows."""
+    d_gate = d_gate * gate_scale[None, :]
+    d_up = d_up * up_scale[None, :]
+    amax = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), axis=1)
+    scale = grow(scale, amax, is_first)
+    first = tl.where(is_first, scale, first)
+    of_scale = inverse(scale)[:, None]
+    tl.store(g + at, (d_gate * of_scale).to(g.dtype.element_ty), mask=mask)
+    tl.store(g + at + INTER, (d_up * of_scale).to(g.dtype.element_ty), mask=mask)
+    return scale, first
+
+
+@triton.jit
 def _swiglu_cast(
     raw, row_scale, t, b, a, h, h_scale, t_out, block_scale, tokens,
     INTER: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, RANK_OUT: tl.constexpr, FP8: tl.constexpr,
@@ -41,21 +90,13 @@ def _swiglu_cast(
     projected = tl.zeros([BM, RANK_OUT], tl.float32)
     scale = tl.zeros([BM], tl.float32)
     first = tl.zeros([BM], tl.float32)
-    of_row = None
-    if row_scale is not None:
-        of_row = tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
-    t_gate = None
-    t_up = None
-    if t is not None:
-        at_t = t + rows[:, None] * (2 * RANK) + ranks[None, :]
-        t_gate = tl.load(at_t, mask=mask, other=0.0)
-        t_up = tl.load(at_t + RANK, mask=mask, other=0.0)
+    of_row = _scale_of_rows(row_scale, rows, row_mask)
+    t_gate = _low_rank_rows(t, rows, ranks, mask, 0, RANK)
+    t_up = _low_rank_rows(t, rows, ranks, mask, 1, RANK)
     for start in tl.range(0, INTER, BN, num_stages=STAGES):
         columns = start + tl.arange(0, BN)
-        gate = raw.load([row, start])
-        gate = _output(gate, columns, of_row, t_gate, b, ranks, RANK)
-        up = raw.load([row, INTER + start])
-        up = _output(up, columns + INTER, of_row, t_up, b, ranks, RANK)
+        gate = _output(raw.load([row, start]), columns, of_row, t_gate, b, ranks, RANK)
+        up = _output(raw.load([row, INTER + start]), columns + INTER, of_row, t_up, b, ranks, RANK)
         value = gate * sigmoid(gate) * up
         at = base + columns[None, :]
         if FP8:
@@ -95,15 +136,9 @@ def _swiglu_backward_cast(
     dot = tl.zeros([BM], tl.float32)
     scale = tl.zeros([BM], tl.float32)
     first = tl.zeros([BM], tl.float32)
-    of_row = None
-    if row_scale is not None:
-        of_row = tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
-    t_gate = None
-    t_up = None
-    if t is not None:
-        at_t = t + rows[:, None] * (2 * RANK) + ranks[None, :]
-        t_gate = tl.load(at_t, mask=mask, other=0.0)
-        t_up = tl.load(at_t + RANK, mask=mask, other=0.0)
+    of_row = _scale_of_rows(row_scale, rows, row_mask)
+    t_gate = _low_rank_rows(t, rows, ranks, mask, 0, RANK)
+    t_up = _low_rank_rows(t, rows, ranks, mask, 1, RANK)
     u_tile = None
     if u is not None:
         u_tile = tl.load(u + rows[:, None] * RANK_DOWN + ranks_down[None, :], mask=mask, other=0.0)
@@ -112,13 +147,9 @@ def _swiglu_backward_cast(
         at = base + columns[None, :]
         at2 = base * 2 + columns[None, :]
         d = dh.load([row, start]).to(tl.float32)
-        if u is not None:
-            a_tile = low_rank_tile(a, columns, ranks_down, 1, INTER, RANK_DOWN)
-            d = tl.dot(u_tile, tl.trans(a_tile), d)
-        gate = raw.load([row, start])
-        gate = _output(gate, columns, of_row, t_gate, b, ranks, RANK)
-        up = raw.load([row, INTER + start])
-        up = _output(up, columns + INTER, of_row, t_up, b, ranks, RANK)
+        d = _add_low_rank(d, u_tile, a, columns, ranks_down, INTER, RANK_DOWN)
+        gate = _output(raw.load([row, start]), columns, of_row, t_gate, b, ranks, RANK)
+        up = _output(raw.load([row, INTER + start]), columns + INTER, of_row, t_up, b, ranks, RANK)
         slope = sigmoid(gate)
         silu = gate * slope
         d_gate = d * up * (slope + silu * (1 - slope))
@@ -132,23 +163,17 @@ def _swiglu_backward_cast(
             u_gate = tl.dot(to_bf16(d_gate), b_gate, u_gate)
             u_up = tl.dot(to_bf16(d_up), b_up, u_up)
         if FP8:
-            d_gate = d_gate * tl.load(col_scale + columns)[None, :]
-            d_up = d_up * tl.load(col_scale + columns + INTER)[None, :]
-            amax = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), axis=1)
-            scale = grow(scale, amax, start == 0)
-            first = tl.where(start == 0, scale, first)
+            of_gate, of_up = tl.load(col_scale + columns), tl.load(col_scale + columns + INTER)
+            scale, first = _store_cast(
+                g, at2, d_gate, d_up, of_gate, of_up, scale, first, start == 0, mask, INTER
+            )
             tl.store(block_scale + (start // BN) * tokens + rows, scale, mask=row_mask)
-            of_scale = inverse(scale)[:, None]
-            tl.store(g + at2, (d_gate * of_scale).to(g.dtype.element_ty), mask=mask)
-            tl.store(g + at2 + INTER, (d_up * of_scale).to(g.dtype.element_ty), mask=mask)
         else:
             tl.store(g + at2, to_bf16(d_gate), mask=mask)
             tl.store(g + at2 + INTER, to_bf16(d_up), mask=mask)
     tl.store(dot_out + rows, dot, mask=row_mask)
     if b is not None:
-        at_u = u_out + rows[:, None] * (2 * RANK) + ranks[None, :]
-        tl.store(at_u, u_gate.to(u_out.dtype.element_ty), mask=mask)
-        tl.store(at_u + RANK, u_up.to(u_out.dtype.element_ty), mask=mask)
+        _store_low_rank(u_out, u_gate, u_up, rows, ranks, mask, RANK)
     if FP8:
         tl.store(g_scale + rows, scale, mask=row_mask)
         settle(g, block_scale, first, scale, rows, row_mask, tokens, 2 * INTER, 2 * INTER, BN, INTER // BN)
