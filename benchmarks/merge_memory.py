@@ -4,7 +4,9 @@
 
 The base's files are sparse: they have their true size and hold zeros, so that only the merged model takes
 disk. The adapter is random, of rank 16 on all linear layers, in float32. The merge runs in a process of its
-own whose largest resident size (VmHWM) is the figure; no file is mapped, so page cache is not in it.
+own whose largest resident size (VmHWM) is the figure; no file is mapped, so page cache is not in it. There,
+large blocks always go back to the system when they are freed: glibc otherwise learns to keep some, 30 to 150
+MiB from one run to the next, which says nothing about what a merge holds.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ LINEARS = {
     "mlp.gate_proj": ("inner", "hidden"), "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }  # fmt: skip
+NO_KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # set by hand, glibc's threshold stays where it is
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 CHILD = """
@@ -185,7 +188,7 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, float]:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(knobs), str(options.threads)],
-        stdout=subprocess.PIPE, text=True, check=True,
+        stdout=subprocess.PIPE, text=True, check=True, env=os.environ | NO_KEEPING,
     )  # fmt: skip
     layer = sum(tensor.nbytes for tensor in base_tensors(options) if ".layers.0." in tensor.name)
     adapter = (root / "checkpoint" / "adapter_model.safetensors").stat().st_size
