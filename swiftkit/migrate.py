@@ -188,9 +188,10 @@ _TRAINING = [
     *_later("gradient_checkpointing*", "everything is kept for the backward pass"),
     *_later(
         "deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size",
-        "one device so far; a layout over several will be chosen by swiftkit, without DeepSpeed",
+        "weights are replicated, or cut by --tensor_parallel_size; sharded storage is not built yet",
     ),
-    *_later("sequence_parallel_size ddp_* average_tokens_across_devices", "one device so far"),
+    *_later("sequence_parallel_size", "every process holds the whole sequence"),
+    *_never("ddp_* average_tokens_across_devices", "gradients are sums over the tokens of all processes"),
     *_never("use_liger_kernel use_logits_to_keep", "the loss projects only trained positions, always"),
     *_same("optim", "or adamw_8bit", adamw_bnb_8bit="adamw_8bit", adamw_torch_fused="adamw_torch"),
     *_never("optimizer", "--optim adamw_torch or adamw_8bit"),

@@ -26,7 +26,7 @@ def losses(engine: Engine, knobs: TrainKnobs, *, rate: float = 2e-3) -> list[flo
     found = []
     for _ in range(STEPS):
         sums = engine.forward_backward([batch], loss, denominator=len(batch.targets))
-        clip_gradients(engine.parameters.values(), 1.0)
+        clip_gradients(engine.parameters.values(), engine.gradient_norm(), 1.0)
         set_rate(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad()

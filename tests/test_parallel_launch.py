@@ -17,6 +17,7 @@ import pytest
 from swiftkit.errors import UserError
 from swiftkit.parallel import launch, worker
 from swiftkit.parallel.launch import Launch, one_process_only, plan_launch
+from swiftkit.train.artifact import read_model
 from swiftkit.train.checkpoint import damage
 from tests import tiny
 from tests.training import logged, losses, saved
@@ -103,10 +104,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(inputs: Path, output: Path, *more: str) -> list[str]:
+    silent = () if "--sample_prompts" in more else ("--sample_prompts", "none")
     return [
         "sft", "--model", str(inputs / "toy"), "--dataset", str(inputs / "rows.jsonl"), "--output_dir",
-        str(output), "--device", "cpu", "--packing", "false", "--logging_steps", "1", "--sample_prompts",
-        "none", "--report_to", "none", "--global_batch_size", "4", *more,
+        str(output), "--device", "cpu", "--packing", "false", "--logging_steps", "1", "--report_to", "none",
+        "--global_batch_size", "4", *silent, *more,
     ]  # fmt: skip
 
 
@@ -156,7 +158,7 @@ def test_two_processes_train_as_one_and_go_on_as_three(inputs: Path, tmp_path: P
     for output, processes in ((one, 1), (two, 2)):
         said, errors = start(inputs, output, *steps, processes=processes).communicate(timeout=200)
         assert "trained   loss" in said, errors
-    assert "processes 2, one a CPU" in said
+    assert "processes 2 (ddp 2), one a CPU" in said
     whole = losses(logged(run_folder(one)))
     np.testing.assert_allclose(losses(logged(run_folder(two))), whole, rtol=1e-5)
     # Cut it back to step 3, and go on with other numbers of processes.
@@ -168,6 +170,40 @@ def test_two_processes_train_as_one_and_go_on_as_three(inputs: Path, tmp_path: P
         assert "from step 3, 3 left" in said, said + errors
         np.testing.assert_allclose(losses(logged(folder)), whole, rtol=1e-5)
         assert saved(folder) == [3, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", ["lora", "full"])
+def test_a_model_cut_over_processes_trains_as_one_and_goes_on_in_other_layouts(
+    tuner: str, inputs: Path, tmp_path: Path
+) -> None:
+    """Losses, answers and files; from two parts to one process, and from one to two copies of two parts."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    steps = (
+        "--max_steps", "6", "--save_steps", "3", "--tuner_type", tuner, "--sample_prompts", "say 1: ",
+        "--sample_max_new_tokens", "8", "--learning_rate", "1e-2", "--eval_steps", "3",
+        "--val_dataset", str(inputs / "rows.jsonl"),
+    )  # fmt: skip
+    tp = ("--tensor_parallel_size", "2")
+    for output, processes, layout in ((one, 1, ()), (two, 2, tp)):
+        said, errors = start(inputs, output, *steps, *layout, processes=processes).communicate(timeout=200)
+        assert "trained   loss" in said, errors
+    assert "processes 2 (tp 2), one a CPU" in said
+    whole = logged(run_folder(one))
+    np.testing.assert_allclose(losses(logged(run_folder(two))), losses(whole), rtol=1e-5)
+    answers = [json.loads((run_folder(output) / "samples.json").read_text()) for output in (one, two)]
+    assert answers[0] == answers[1] and answers[0][0]["before"]
+    written, wanted = (read_model(run_folder(output) / "checkpoint-6") for output in (two, one))
+    assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in wanted.items()}
+    for output, processes, layout in ((one, 4, tp), (two, 1, ())):
+        folder = run_folder(output)
+        (folder / "checkpoint-6").rename(output / "away")
+        asked = (*steps, *layout, "--resume_from_checkpoint", "auto")
+        said, errors = start(inputs, output, *asked, processes=processes).communicate(timeout=200)
+        assert "from step 3, 3 left" in said, said + errors
+        for name in ("loss", "eval_loss", "grad_norm"):
+            theirs = [[line[name] for line in lines if name in line] for lines in (logged(folder), whole)]
+            np.testing.assert_allclose(*theirs, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

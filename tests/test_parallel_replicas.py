@@ -1,4 +1,4 @@
-"""Several processes over gloo equal one: losses, gradients, norms, ten steps, evaluations (cases 15, 24)."""
+"""Several processes over gloo equal one in each layout: losses, gradients, ten steps (cases 15, 24)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 @pytest.fixture(
-    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["two", "four"]
+    scope="module",
+    params=[
+        (2, 1), (2, 2), pytest.param((4, 1), marks=pytest.mark.slow),
+        pytest.param((4, 2), marks=pytest.mark.slow), pytest.param((4, 4), marks=pytest.mark.slow),
+    ],
+    ids=["ddp 2", "tp 2", "ddp 4", "tp 2 x ddp 2", "tp 4"],
 )  # fmt: skip
 def several(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    return replicas.over(request.param, model, tmp_path_factory.mktemp("several") / "run")
+    processes, tp = request.param
+    return replicas.over(processes, model, tmp_path_factory.mktemp("several") / "run", tp=tp)
 
 
 def check_lines(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -64,6 +70,8 @@ def check_tensors(
 def test_a_step_over_processes_is_that_of_one(
     kind: str, one: dict[str, Any], several: dict[str, Any]
 ) -> None:
+    if f"step {kind}" not in several:
+        pytest.skip("tests/test_parallel_tp.py and test_parallel_tp_quantized.py cut quantized bases")
     found, wanted = several[f"step {kind}"], one[f"step {kind}"]
     assert found["denominator"] == wanted["denominator"]
     np.testing.assert_allclose([found["loss"], found["norm"]], [wanted["loss"], wanted["norm"]], rtol=1e-5)
@@ -75,6 +83,8 @@ def test_ten_steps_over_processes_are_those_of_one(
     kind: str, one: dict[str, Any], several: dict[str, Any]
 ) -> None:
     """Three windows a step: of two processes one has more, of four one has none."""
+    if f"train {kind}" not in several:
+        pytest.skip("tests/test_parallel_tp.py and test_parallel_tp_quantized.py cut quantized bases")
     found, wanted = several[f"train {kind}"], one[f"train {kind}"]
     check_lines(found["lines"], wanted["lines"])
     assert sum("loss" in line for line in wanted["lines"]) == 10

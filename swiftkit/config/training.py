@@ -190,8 +190,13 @@ class TrainKnobs(Config):
     )  # fmt: skip
     nproc_per_node: int | Auto = knob(
         "auto",
-        "processes that are started on this machine, each with rows of its own; auto is NPROC_PER_NODE, else "
-        "one a GPU",
+        "processes that are started on this machine; auto is NPROC_PER_NODE, else one a GPU",
+        group="run",
+    )
+    tensor_parallel_size: int | Auto = knob(
+        "auto",
+        "processes that hold one model together, each a part of every weight; auto is 1 where it fits on a "
+        "GPU, else the least with which it does",
         group="run",
     )
     dry_run: bool = knob(False, "print which processes would start, and start none", group="run")
@@ -214,7 +219,12 @@ class TrainKnobs(Config):
             raise ValueError("at least 1, or -1 to go by epochs")
         return value
 
-    @field_validator("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    @field_validator(
+        "global_batch_size",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "tensor_parallel_size",
+    )
     @classmethod
     def _at_least_one(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:

@@ -117,8 +117,7 @@ class Engine:
         """The norm of the whole gradient, [] float32, on the device; every rank of `tp` must call it."""
         if self.tp is not None:
             return self.tp.gradient_norm(self.parameters)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+        return gradient_norm(self.parameters.values())
 
     @torch.no_grad()
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
@@ -190,6 +189,12 @@ class Engine:
         finally:
             self.model.train(training)
         return totals
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The common norm of the gradients that are there, [] float32, on the device."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
 def _memory_is_full(device: torch.device, *, whole: bool) -> str:

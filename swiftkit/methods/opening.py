@@ -19,7 +19,8 @@ from swiftkit.formats.named import open_model
 from swiftkit.formats.source import LocalModel
 from swiftkit.parallel.world import ALONE, World
 from swiftkit.train.job import Job
-from swiftkit.train.steps import StepPlan, plan_steps
+from swiftkit.train.layout import room_for_tokens, settle_layout
+from swiftkit.train.steps import StepPlan, check_batch_sizes, plan_steps
 from swiftkit.train.tuning import Tuning, plan_tuning
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ class Opening(Generic[RunConfigT]):
         tokenizer: with the template of this run.
         placement: device and precision.
         longest: tokens of a window that the model can read; None where it sets no limit.
+        tokens_at_once: for which the device has room in a micro-batch.
         console: where people look.
-        world: the processes of the run.
+        world: the processes of the run, as they stand for it.
     """
 
     asked: RunConfigT
@@ -47,6 +49,7 @@ class Opening(Generic[RunConfigT]):
     tokenizer: PreTrainedTokenizerFast
     placement: Placement
     longest: int | None
+    tokens_at_once: int
     console: Console
     world: World = ALONE
 
@@ -65,7 +68,8 @@ class Opening(Generic[RunConfigT]):
             device_type=placement.device.type,
             fixed_length=on_gpu and not placement.fused and placement.base == "plain",
             lengths=data.window_lengths.tolist(),
-            ranks=self.world.size,
+            ranks=self.world.data_size,
+            tokens_at_once=self.tokens_at_once,
         )
 
     def job(
@@ -91,7 +95,7 @@ class Opening(Generic[RunConfigT]):
         return Job(
             method=method,
             asked=self.asked,
-            config=resolved(config or self.tuning.config, self.placement, plan, data.max_length),
+            config=resolved(config or self.tuning.config, self, plan, data.max_length),
             model=self.model,
             tokenizer=self.tokenizer,
             data=data,
@@ -122,15 +126,19 @@ def open_base(config: RunConfigT, console: Console, *, world: World = ALONE) -> 
     settled = tuning.config
     placement = place(settled.device, settled.base_precision, settled.nf4_compute, fuses=tuning.fuses)
     placement = placement if world.device is None else replace(placement, device=world.device)
-    tuning.check_room(placement)
+    world = world.arranged(settle_layout(settled, description, tuning.spec, placement, world))
+    check_batch_sizes(settled, world.data_size)
+    tuning.check_room(placement, tp=world.layout.tp)
     longest = longest_window(description, settled.max_length)
-    return Opening(config, tuning, model, tokenizer, placement, longest, console, world)
+    room = room_for_tokens(settled, description, tuning.spec, placement, tp=world.layout.tp)
+    return Opening(config, tuning, model, tokenizer, placement, longest, room, console, world)
 
 
-def resolved(config: RunConfigT, placement: Placement, plan: StepPlan, max_length: int) -> RunConfigT:
+def resolved(config: RunConfigT, opening: Opening[RunConfigT], plan: StepPlan, max_length: int) -> RunConfigT:
     """The config with what `auto` has become on this machine."""
     return config.with_changes(
-        base_precision=placement.base_precision,
+        base_precision=opening.placement.base_precision,
+        tensor_parallel_size=opening.world.layout.tp,
         max_length=max_length,
         global_batch_size=plan.global_batch_size,
         per_device_train_batch_size=plan.micro_batch_size,

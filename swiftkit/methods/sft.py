@@ -21,7 +21,6 @@ from swiftkit.parallel.world import World, joined
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
-from swiftkit.train.steps import check_batch_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,9 +45,8 @@ def run(config: SftConfig, console: Console) -> Run:
 
 
 def _run(config: SftConfig, console: Console, world: World) -> Run:
-    check_batch_sizes(config, world.size)
     base = open_base(config, console, world=world)
-    config, tuning = base.tuning.config, base.tuning
+    config, tuning, world = base.tuning.config, base.tuning, base.world
     prepared = partial(prepare_data, config, base.tokenizer, base.longest)
     data, evaluation = world.once_a_node(prepared)
     world.check_same(f"{base.model.fingerprint} {data.fingerprint}", "model files or rows")
@@ -57,7 +55,7 @@ def _run(config: SftConfig, console: Console, world: World) -> Run:
     untrained = [] if tuning.trains_embedding else untrained_tokens(data, base.tokenizer, base.model.path)
     job = base.job("sft", data, evaluation, plan, warnings=untrained)
     with job.announce():
-        engine = tuning.load(base.placement, tokens=plan.tokens)
+        engine = tuning.load(base.placement, tokens=plan.tokens, tp=world.tp)
         with job.begin(engine) as log:
             fit(
                 engine,

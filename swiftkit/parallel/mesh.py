@@ -33,6 +33,16 @@ class Layout:
         """Processes in all."""
         return math.prod(astuple(self))
 
+    @property
+    def name(self) -> str:
+        """As people say it: tp 4 x ddp 2."""
+        parts = [
+            f"{word} {count}"
+            for word, count in (("tp", self.tp), ("fsdp", self.shard), ("ddp", self.replicate))
+            if count > 1
+        ]
+        return " x ".join(parts) or "one process"
+
     def mesh(self, device_type: str) -> DeviceMesh:
         """The grid over the process group that stands; neighbours differ in `ep`, then in `tp`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,7 +31,9 @@ class World:
         rank, size: its place among all, and how many there are.
         local_rank, local_size: the same on this node.
         device: where this rank computes; None where the run chooses.
-        replicas: those that hold the same weights; None where there is one process.
+        layout: how the ranks stand.
+        replicas: those that hold the same weights and take other rows; None where this is the only one.
+        tp: those that hold the other parts of these weights, and take the same rows; None likewise.
     """
 
     rank: int = 0
@@ -39,7 +41,9 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     device: torch.device | None = None
+    layout: Layout = field(default_factory=Layout)
     replicas: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
     _names: list[str] = field(default_factory=list)
 
     @property
@@ -51,6 +55,30 @@ class World:
     def nodes(self) -> int:
         """Machines."""
         return self.size // self.local_size
+
+    @property
+    def data_size(self) -> int:
+        """How many shares the rows of a step are dealt in."""
+        return self.size // self.layout.tp
+
+    @property
+    def data_rank(self) -> int:
+        """Whose share of the rows this rank takes; ranks of one `tp` group take the same."""
+        return self.rank // self.layout.tp
+
+    def arranged(self, layout: Layout) -> World:
+        """The same processes in another layout; every rank must call it.
+
+        Args:
+            layout: of as many processes as there are.
+        """
+        if self.size == 1:
+            return self
+        assert self.device is not None
+        mesh = layout.mesh(self.device.type)
+        groups = {name: mesh.get_group(name) for name in ("replicate", "tp")}
+        replicas, tp = (group if group.size() > 1 else None for group in groups.values())
+        return replace(self, layout=layout, replicas=replicas, tp=tp)
 
     # ---- numbers on the device ---------------------------------------------------------------------------
 
@@ -86,11 +114,15 @@ class World:
 
     def totals(self, *numbers: int) -> list[int]:
         """Sums over all ranks. The hosts wait for each other; their devices are not asked."""
-        if self.replicas is None:
+        if self.size == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.int64)
         self._call(dist.all_reduce, values)
         return [int(value) for value in values]
+
+    def of_rows(self, *numbers: int) -> list[int]:
+        """What this rank adds to sums over rows: of ranks that take the same rows one counts them."""
+        return [number if self.rank % self.layout.tp == 0 else 0 for number in numbers]
 
     def wait(self) -> None:
         """Until every rank is here."""
@@ -102,7 +134,7 @@ class World:
         Raises:
             UserError: the first rank's.
         """
-        if self.replicas is None:
+        if self.size == 1:
             return work()
         value, refusal = _tried(work) if self.first else (None, None)
         box: list[Any] = [(value, refusal)]
@@ -115,7 +147,7 @@ class World:
         Raises:
             UserError: that of the lowest rank, on every rank.
         """
-        if self.replicas is None:
+        if self.size == 1:
             return work()
         value, refusal = _tried(work) if self.local_rank == 0 else (None, None)
         refusals = [words for words in self._gathered(refusal) if words is not None]
@@ -129,7 +161,7 @@ class World:
         Raises:
             UserError: saying what differs, and between whom.
         """
-        if self.replicas is None:
+        if self.size == 1:
             return
         odd = [rank for rank, other in enumerate(self._gathered(value)) if other != value]
         if odd:
@@ -203,8 +235,8 @@ def joined(device: str) -> Iterator[World]:
     begun = not dist.is_initialized()
     if begun:
         _begin(place)
-    mesh = Layout(replicate=dist.get_world_size()).mesh(device)
-    yield World(dist.get_rank(), dist.get_world_size(), local, local_size, place, mesh.get_group("replicate"))
+    world = World(dist.get_rank(), dist.get_world_size(), local, local_size, place)
+    yield world.arranged(Layout(replicate=world.size))
     if begun:  # after an error the process ends, and with it the group: nobody must be waited for
         dist.destroy_process_group()
 
@@ -236,10 +268,16 @@ def _begin(place: torch.device) -> None:
 
 
 def seed_of_step(seed: int, *, step: int, rank: int, size: int) -> int:
-    """From what a rank's dropout draws in a step: its own, and the same again after a resume."""
+    """From what dropout draws in a step: for each share of the rows its own, the same again after a resume.
+
+    Args:
+        seed: of the run.
+        step: counted from 0.
+        rank, size: of the shares.
+    """
     return (seed * 1_000_003 + step * size + rank) % (1 << 63)
 
 
 def dealt(items: Sequence[T], world: World) -> list[T]:
     """This rank's share, one by one in turn: no rank has two more than another."""
-    return list(items[world.rank :: world.size])
+    return list(items[world.data_rank :: world.data_size])

@@ -15,6 +15,7 @@ from torch import Tensor
 from swiftkit.config import TrainKnobs
 from swiftkit.data import Document, Trainable, windows_of_step
 from swiftkit.errors import UserError
+from swiftkit.parallel.collectives import Ranks
 from swiftkit.train.optim import peak_rate
 from swiftkit.train.state import StateDict
 from swiftkit.train.steps import StepPlan
@@ -38,6 +39,7 @@ class StepGuard:
         device: where losses are.
         spike_factor: a loss of more than this many times the median of the last steps is held; 0 is never.
         on_update: called before the update, when the gradients are there.
+        ranks: that have parts of the trained tensors; None where these are whole.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class StepGuard:
         device: torch.device,
         spike_factor: float = 0.0,
         on_update: Callable[[], None] = lambda: None,
+        ranks: Ranks | None = None,
     ):
-        self._optimizer, self._on_update = optimizer, on_update
+        self._optimizer, self._on_update, self._ranks = optimizer, on_update, ranks
         self._on_device = bool(optimizer.defaults.get("fused"))
         self._factor = spike_factor
         self._recent = torch.full((RECENT,), math.nan, dtype=torch.float64, device=device)
@@ -63,6 +66,8 @@ class StepGuard:
         values = list(parameters.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in values]
         norms = torch.stack([*torch._foreach_norm(gradients), *torch._foreach_norm(values)]).detach()
+        if self._ranks is not None:  # one rank's words of the vocabulary may not be in a step's rows
+            norms = self._ranks.max(norms)
         self._gradients = list(parameters), norms.view(2, -1)
 
     def check(self, *, step: int) -> None:

@@ -135,9 +135,9 @@ class Job:
 
     def begin(self, engine: Engine) -> Log:
         """Answer the sample prompts once, and open the log."""
+        self._before = self._answers(engine)
         if not self.world.first:
             return SilentLog(self.world.rank)
-        self._before = self._answers(engine)
         return Log(
             self.folder,
             steps=self.plan.steps,
@@ -164,12 +164,13 @@ class Job:
     def end(self, engine: Engine) -> Run:
         """Answer the sample prompts again, draw the curves, and say where everything is."""
         run = Run(self.folder)
+        answers = self._answers(engine)
         if not self.world.first:
             return run
         save_plots(run.metrics, self.folder / "images")
         samples = [
             {"prompt": str(prompt[-1]["content"]), "before": before, "after": after}
-            for prompt, before, after in zip(self._prompts, self._before, self._answers(engine), strict=True)
+            for prompt, before, after in zip(self._prompts, self._before, answers, strict=True)
         ]
         write_samples(self.folder, samples)
         for sample in samples:
@@ -199,7 +200,8 @@ class Job:
         return [[*system, {"role": "user", "content": prompt}] for prompt in self.config.sample_prompts]
 
     def _answers(self, engine: Engine) -> list[str]:
-        if not self._prompts:
+        """The first rank's, which takes all that hold a part of its model."""
+        if not self._prompts or self.world.data_rank > 0:
             return []
         terminal = self.console.is_terminal
         with self.console.status("answering the sample prompts") if terminal else nullcontext():
@@ -223,7 +225,11 @@ class Job:
             },
             "data": {"training": self.data.fingerprint},
             "plan": asdict(self.plan),
-            "machine": {"device": self.placement.device_name, "processes": self.world.size},
+            "machine": {
+                "device": self.placement.device_name,
+                "processes": self.world.size,
+                "layout": self.world.layout.name,
+            },
         }
         if self._resume is not None:
             facts["resumed"] = [*Run(self.folder).args.get("resumed", []), self._resume.step]
@@ -266,10 +272,12 @@ class Job:
         if world.size == 1:
             return []
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-        most = math.ceil(self.plan.global_batch_size / world.size)
         kind = "GPU" if self.placement.device.type == "cuda" else "CPU"
-        each = f"each with the whole base and up to {most} windows of a step"
-        return [f"processes {world.size}{nodes}, one a {kind}, {each}"]
+        most = math.ceil(self.plan.global_batch_size / world.data_size)
+        tp = world.layout.tp
+        held = "each with the whole base" if tp == 1 else f"each {tp} with a model between them"
+        lead = f"processes {world.size}{nodes} ({world.layout.name}), one a {kind}"
+        return [f"{lead}, {held} and up to {most} {self._unit} of a step"]
 
     def _resumed_lines(self) -> list[str]:
         if self._resume is None:

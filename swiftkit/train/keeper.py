@@ -94,13 +94,15 @@ class Keeper:
             UserError: as `wait`.
         """
         if not self.writes:
+            state.contribute()
             return
         self.wait()
+        snapshot = state.snapshot()  # in any case: other ranks are giving their parts
         if self._stands(state.step):
             self.name_best(best)
             return
         self._step = state.step
-        self._pending = self._writer.submit(self._write, state.snapshot(), best, dict(log))
+        self._pending = self._writer.submit(self._write, snapshot, best, dict(log))
 
     def check(self) -> None:
         """Let the error of a write that has ended come out; waits for nothing.
@@ -144,9 +146,7 @@ class Keeper:
 
     def load_best(self, state: TrainingState, step: int) -> None:
         """Set the trained tensors to those of a step's checkpoint."""
-        written = read_model(self.folder / f"checkpoint-{step}")
-        for name, parameter in state.parameters.items():
-            parameter.detach().copy_(written[name])
+        state.set_parameters(read_model(self.folder / f"checkpoint-{step}"))
 
     def _stands(self, step: int) -> bool:
         """Whether this process wrote the checkpoint already, or goes on from it."""

@@ -102,7 +102,8 @@ def step(
     sums = world.sum_named(sums, engine.device)
     if guard is not None:
         guard.look(engine.parameters)
-    norm = clip_gradients(engine.parameters.values(), max_norm)
+    norm = engine.gradient_norm()
+    clip_gradients(engine.parameters.values(), norm, max_norm)
     set_rate(optimizer, rate)
     if guard is None:
         optimizer.step()
@@ -126,7 +127,7 @@ def evaluate(
             yield Batch.of(packed, device=engine.device)
 
     sums = world.sum_named(engine.evaluate(sent(), loss), engine.device)
-    counted, by_tokens = world.totals(counted, int(by_token))
+    counted, by_tokens = world.totals(*world.of_rows(counted, int(by_token)))
     values = {f"eval_{name}": float(value) / counted for name, value in sums.items()}
     if by_tokens:
         values["eval_perplexity"] = math.exp(min(values["eval_loss"], 700.0))
@@ -161,6 +162,7 @@ class _Run:
             device=engine.device,
             spike_factor=knobs.loss_spike_factor,
             on_update=lambda: self._enter("update"),
+            ranks=None if engine.tp is None else engine.tp.ranks,
         )
         self._meter, self._judge = Meter(engine.device), Judge.of(knobs)
         folder = None if keeper is None or not keeper.writes else keeper.folder
@@ -173,7 +175,7 @@ class _Run:
             "judge": self._judge,
             "watch": self._watch,
         }
-        self._state = TrainingState(engine.parameters, parts)
+        self._state = TrainingState(engine.parameters, parts, engine.tp)
 
     @property
     def finished(self) -> bool:
@@ -203,8 +205,10 @@ class _Run:
         counted, tokens = self._stop.agree(
             world, sum(p.denominator for p in packed), sum(p.tokens for p in packed)
         )
-        if world.size > 1:
-            torch.manual_seed(seed_of_step(knobs.seed, step=index, rank=world.rank, size=world.size))
+        if world.data_size > 1:
+            torch.manual_seed(
+                seed_of_step(knobs.seed, step=index, rank=world.data_rank, size=world.data_size)
+            )
         batches = [Batch.of(p, device=self._engine.device) for p in packed]
         self._enter("forward and backward")
         self._guard.looking = index < FIRST_STEPS

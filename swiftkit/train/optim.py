@@ -216,14 +216,14 @@ def learning_rate(step: int, steps: int, knobs: TrainKnobs) -> float:
     return peak * (1 - done) if knobs.lr_scheduler_type == "linear" else peak
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients so that their common norm is at most `max_norm` (0: never); returns the norm before.
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients so that their common norm is at most `max_norm` (0: never), without reading it.
 
-    Nothing is read back from the device.
+    Args:
+        parameters: their gradients change.
+        norm: of the whole gradient, [].
+        max_norm: at most.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm

@@ -27,6 +27,7 @@ FREE = frozenset({
     "logging_steps", "metric_for_best_model", "model_source", "nproc_per_node", "on_bad_loss",
     "on_save_error", "output_dir", "per_device_train_batch_size", "report_to",
     "resume_from_checkpoint", "sample_max_new_tokens", "sample_prompts", "save_steps", "save_total_limit",
+    "tensor_parallel_size",
 })  # fmt: skip
 # What these lead to has a fingerprint, which decides; they are named where that differs.
 OF_MODEL = frozenset({"model", "revision"})

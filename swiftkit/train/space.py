@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,15 +30,21 @@ def checkpoint_bytes(
         optimizer: it need not have moments yet.
         files: what else a checkpoint holds.
     """
-    model = sum(p.numel() * p.element_size() for p in state.parameters.values())
-    moments = sum(_state_bytes(optimizer, name, p) for name, p in state.parameters.items())
+    numbers = {name: math.prod(shape) for name, shape in state.whole_shapes().items()}
+    model = sum(numbers[name] * p.element_size() for name, p in state.parameters.items())
+    moments = sum(_state_bytes(optimizer, name, p, numbers[name]) for name, p in state.parameters.items())
     heads = 4 * TENSOR_BYTES * len(state.parameters)
     return model + moments + heads + sum(map(len, files.values())) + SETTINGS_BYTES
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> int:
-    """Bytes of AdamW's state of one tensor, as `optim.adamw` chooses it; with 8 bits at most these."""
-    size = parameter.numel()
+def _state_bytes(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, size: int) -> int:
+    """Bytes of AdamW's state of one tensor, as `optim.adamw` chooses it; with 8 bits at most these.
+
+    Args:
+        optimizer: of it.
+        name, parameter: the tensor, or this rank's part of it.
+        size: numbers of the whole.
+    """
     master = 0 if parameter.dtype == torch.float32 else 4 * size
     args: Any = getattr(optimizer, "args", None)
     if getattr(args, "optim_bits", None) != 8 or size < SMALL or name.endswith("embed_tokens.weight"):

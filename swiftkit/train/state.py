@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 StateDict = dict[str, Any]
 """Nested mappings with text keys; the leaves are tensors and what JSON can hold."""
+MOMENTS = "optimizer/"
+"""What the paths of an optimizer's state begin with; then come a parameter's name and what it is."""
 
 
 class Stateful(Protocol):
@@ -21,6 +24,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on from there."""
+
+
+class Cut(Protocol):
+    """How trained tensors are cut over ranks; every rank calls each method for the same names in order."""
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """A tensor of the shape of the parameter `name`, put together from all ranks."""
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of it."""
+
+    def whole_shape(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Its whole shape, from that of this rank's part."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +64,15 @@ class TrainingState:
     Args:
         parameters: the trained tensors by name.
         parts: the optimizer, counters and the like, by name.
+        cut: how the trained tensors are cut over ranks; None where they are whole. A snapshot has whole ones.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], parts: Mapping[str, Stateful]):
+    def __init__(
+        self, parameters: Mapping[str, Tensor], parts: Mapping[str, Stateful], cut: Cut | None = None
+    ):
         self.parameters = parameters
         self._parts = parts
+        self._cut = cut
         self._buffers: dict[str, Tensor] = {}  # pinned, used again by every copy
         self.step = 0
 
@@ -60,19 +80,35 @@ class TrainingState:
         """What the parts need, as tensors by path and the nested rest."""
         return flatten({name: part.state_dict() for name, part in self._parts.items()})
 
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the trained tensors as a snapshot has them."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        if self._cut is None:
+            return shapes
+        return {name: self._cut.whole_shape(name, shape) for name, shape in shapes.items()}
+
     def snapshot(self) -> Snapshot:
         """Copy everything to the host. An earlier snapshot must not be in use any more.
 
-        From a GPU the copies only join its queue: the host does not wait for them.
+        From a GPU the copies only join its queue: the host does not wait for them. Where tensors are cut, the
+        other ranks call `contribute` meanwhile.
         """
         tensors, facts = self.state_dict()
-        model = {name: self._copy(f"model/{name}", t) for name, t in self.parameters.items()}
-        rest = {name: self._copy(name, t) for name, t in tensors.items()}
+        model = {name: self._copy(f"model/{name}", t) for name, t in self._whole_parameters()}
+        rest = {name: self._copy(name, t) for name, t in self._whole_tensors(tensors)}
         ready = None
         if any(t.is_cuda for t in self.parameters.values()):
             ready = torch.cuda.Event()
             ready.record()
         return Snapshot(self.step, model, rest, facts, ready)
+
+    def contribute(self) -> None:
+        """Give this rank's parts to a snapshot that another rank takes."""
+        if self._cut is None:
+            return
+        tensors, _ = self.state_dict()
+        for _ in chain(self._whole_parameters(), self._whole_tensors(tensors)):
+            pass
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put a snapshot back.
@@ -80,13 +116,47 @@ class TrainingState:
         Raises:
             KeyError: when it has other trained tensors.
         """
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(snapshot.model[name])
-        state = unflatten(snapshot.tensors, snapshot.facts)
+        self.set_parameters(snapshot.model)
+        tensors = {path: self._own(self._owner(path), t) for path, t in snapshot.tensors.items()}
+        state = unflatten(tensors, snapshot.facts)
         for name, part in self._parts.items():
             part.load_state_dict(state.get(name, {}))
         self.step = snapshot.step
+
+    @torch.no_grad()
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the trained tensors to whole ones.
+
+        Raises:
+            KeyError: when one is missing.
+        """
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self._own(name, tensors[name]))
+
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """One at a time: together they need not fit on the device."""
+        for name, parameter in self.parameters.items():
+            yield name, parameter if self._cut is None else self._cut.whole(name, parameter)
+
+    def _whole_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for path, tensor in tensors.items():
+            owner = self._owner(path)
+            if self._cut is None or owner is None or tensor.shape != self.parameters[owner].shape:
+                yield path, tensor
+            else:
+                yield path, self._cut.whole(owner, tensor)
+
+    def _owner(self, path: str) -> str | None:
+        """The parameter that something of the optimizer's state belongs to."""
+        name = path.removeprefix(MOMENTS).rpartition("/")[0]
+        return name if path.startswith(MOMENTS) and name in self.parameters else None
+
+    def _own(self, name: str | None, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that has the parameter's whole shape; anything else as it is."""
+        if self._cut is None or name is None:
+            return whole
+        shape = self._cut.whole_shape(name, tuple(self.parameters[name].shape))
+        return self._cut.own(name, whole) if tuple(whole.shape) == shape else whole
 
     @torch.no_grad()
     def _copy(self, name: str, tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ def plan_steps(
     fixed_length: bool = False,
     lengths: Sequence[int] = (),
     ranks: int = 1,
+    tokens_at_once: int | None = None,
 ) -> StepPlan:
     """Turn batch sizes, epochs and `max_steps` into a number of steps.
 
@@ -71,6 +72,7 @@ def plan_steps(
         fixed_length: every micro-batch is as long as the longest can be.
         lengths: tokens of each window; without them all count as full.
         ranks: that a step's windows are dealt to.
+        tokens_at_once: that a micro-batch may have, where no size is given; None goes by the device.
 
     Raises:
         UserError: when the batch sizes do not agree.
@@ -88,7 +90,8 @@ def plan_steps(
     longest = sorted(lengths, reverse=True)
     # A data set of fewer windows than a step comes more than once in it.
     longest += longest[:1] * (whole - len(longest))
-    micro = _micro_batch(knobs, math.ceil(whole / ranks), longest, device_type)
+    room = tokens_at_once or TOKENS_AT_ONCE[device_type]
+    micro = _micro_batch(knobs, math.ceil(whole / ranks), longest, room)
     multiple = ROW_MULTIPLE if device_type == "cuda" or fixed_length else 1
     tokens = _round_up(sum(longest[:micro]), multiple)
     return StepPlan(
@@ -108,16 +111,15 @@ def _round_up(tokens: int, multiple: int) -> int:
     return math.ceil(tokens / multiple) * multiple
 
 
-def _micro_batch(knobs: TrainKnobs, whole: int, longest: Sequence[int], device_type: str) -> int:
+def _micro_batch(knobs: TrainKnobs, whole: int, longest: Sequence[int], room: int) -> int:
     """Windows at once, of the `whole` of a rank.
 
-    On auto as many of the longest as the device takes, so that no others are too many.
+    On auto as many of the longest as there is room for (in tokens), so that no others are too many.
     """
     if knobs.per_device_train_batch_size != "auto":
         return knobs.per_device_train_batch_size
     if knobs.gradient_accumulation_steps != "auto":
         return math.ceil(whole / knobs.gradient_accumulation_steps)
-    room = TOKENS_AT_ONCE[device_type]
     fitting = sum(tokens <= room for tokens in accumulate(longest))
     return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= max(1, fitting))
 

@@ -35,13 +35,13 @@ class Stop:
         self._quiet = quiet
 
     def agree(self, world: World, *numbers: int) -> list[int]:
-        """Stop all ranks at the same place, once one was asked to; else the sums of `numbers` over them.
+        """Stop all ranks at the same place, once one was asked to; else sums over all rows of `numbers`.
 
         Raises:
             Stopped: on every rank, when a stop was asked for on any.
         """
         asked = (self.signal == number for number in SIGNALS)
-        *sums, one, other = world.totals(*numbers, *asked)
+        *sums, one, other = world.totals(*world.of_rows(*numbers), *asked)
         if one or other:
             self.signal = self.signal or (SIGNALS[0] if one else SIGNALS[1])
             raise Stopped

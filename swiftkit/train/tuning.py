@@ -27,6 +27,7 @@ from swiftkit.train.optim import peak_rate
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerFast
 
 Spec = LoraSpec | FullSpec
@@ -78,8 +79,12 @@ class Tuning(Generic[Tuned]):
         names = {name.rpartition(".")[2] for name in self.lora.modules_to_save}
         return embedding in names or (not apart and HEAD in names)
 
-    def check_room(self, placement: Placement) -> None:
-        """Refuse to train a whole model on a GPU that cannot hold it, before anything is loaded.
+    def check_room(self, placement: Placement, *, tp: int = 1) -> None:
+        """Refuse to train a whole model on GPUs that cannot hold it, before anything is loaded.
+
+        Args:
+            placement: device and precision.
+            tp: parts of each weight, on a GPU each.
 
         Raises:
             UserError: saying what is needed and what there is.
@@ -88,17 +93,19 @@ class Tuning(Generic[Tuned]):
             return
         _, total = torch.cuda.mem_get_info(placement.device)
         numbers = trained_numbers(self.description, self.spec)
-        needed = numbers * bytes_a_number(placement.dtype, self.config.optim)
+        needed = numbers * bytes_a_number(placement.dtype, self.config.optim) / tp
         if needed > total:
             less = numbers * bytes_a_number(placement.dtype, "adamw_8bit") < total
             mend = "take --optim adamw_8bit, or train an adapter" if less else "train an adapter"
+            over = f" on each of {tp} GPUs" if tp > 1 else ""
             raise UserError(
                 f"--tuner_type full: {numbers:,} weights with gradients and optimizer take "
-                f"{needed / 2**30:.0f} GiB, and this GPU has {total / 2**30:.0f}; {mend} (--tuner_type lora)"
+                f"{needed / 2**30:.0f} GiB{over}, and this GPU has {total / 2**30:.0f}; {mend} "
+                "(--tuner_type lora)"
             )
 
-    def load(self, placement: Placement, *, tokens: int) -> Engine:
-        """Build the model with what is trained; see `build_model`."""
+    def load(self, placement: Placement, *, tokens: int, tp: ProcessGroup | None = None) -> Engine:
+        """Build the model with what is trained, or this rank's part of it; see `build_model`."""
         engine = Engine.load(
             self.base.path,
             dtype=placement.dtype,
@@ -110,6 +117,7 @@ class Tuning(Generic[Tuned]):
             seed=self.config.seed,
             tokens=tokens,
             new_rows=self.new_rows,
+            tp=tp,
         )
         if self.start:
             # An adapter that begins to score has no head yet.
