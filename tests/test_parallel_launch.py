@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swiftkit.config import TrainKnobs
 from swiftkit.errors import UserError
 from swiftkit.parallel import launch, worker
 from swiftkit.parallel.launch import Launch, one_process_only, plan_launch
@@ -357,18 +358,18 @@ def test_dry_run_prints_what_would_start(inputs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["dpo", "reward"])
-@pytest.mark.parametrize("by", ["--nproc_per_node", "WORLD_SIZE", "NPROC_PER_NODE"])
+@pytest.mark.parametrize("by", ["--nproc_per_node", "--tensor_parallel_size", "WORLD_SIZE", "NPROC_PER_NODE"])
 def test_a_method_of_one_process_refuses_more(verb: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
-    if by == "--nproc_per_node":
-        with pytest.raises(UserError, match=rf"^--nproc_per_node asks .* swiftkit {verb} runs in one"):
-            one_process_only(verb, 2, dry_run=False)
+    if by.startswith("--"):
+        with pytest.raises(UserError, match=rf"^{by} asks .* swiftkit {verb} runs in one"):
+            one_process_only(verb, TrainKnobs(**{by.removeprefix("--"): 2}))
     else:
         monkeypatch.setenv(by, "4")
         with pytest.raises(UserError, match=f"^{by} asks"):
-            one_process_only(verb, "auto", dry_run=False)
+            one_process_only(verb, TrainKnobs())
         monkeypatch.setenv(by, "1")
-    one_process_only(verb, 1, dry_run=False)
+    one_process_only(verb, TrainKnobs(nproc_per_node=1))
     with pytest.raises(UserError, match="always one"):
-        one_process_only(verb, "auto", dry_run=True)
+        one_process_only(verb, TrainKnobs(dry_run=True))

@@ -31,7 +31,7 @@ def run(config: DpoConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    one_process_only("dpo", config.nproc_per_node, dry_run=config.dry_run)
+    one_process_only("dpo", config)
     find_device(config.device)
     base = open_base(config, console)
     tuning, placement = base.tuning, base.placement

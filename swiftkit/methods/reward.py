@@ -62,7 +62,7 @@ def run(config: RewardConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    one_process_only("reward", config.nproc_per_node, dry_run=config.dry_run)
+    one_process_only("reward", config)
     find_device(config.device)
     base = open_base(config, console)
     config, tuning, placement = base.tuning.config, base.tuning, base.placement

@@ -7,6 +7,8 @@ from dataclasses import astuple, dataclass, fields
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from swiftkit.plan import layout as planned
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,12 +38,9 @@ class Layout:
     @property
     def name(self) -> str:
         """As people say it: tp 4 x ddp 2."""
-        parts = [
-            f"{word} {count}"
-            for word, count in (("tp", self.tp), ("fsdp", self.shard), ("ddp", self.replicate))
-            if count > 1
-        ]
-        return " x ".join(parts) or "one process"
+        if self.size == 1:
+            return "one process"
+        return planned.Layout(replicate=self.replicate, shard=self.shard, tp=self.tp).name
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The grid over the process group that stands; neighbours differ in `ep`, then in `tp`.

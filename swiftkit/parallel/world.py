@@ -72,7 +72,7 @@ class World:
         Args:
             layout: of as many processes as there are.
         """
-        if self.size == 1:
+        if self.size == 1 or layout == self.layout:
             return self
         assert self.device is not None
         mesh = layout.mesh(self.device.type)
