@@ -18,7 +18,7 @@ from tests.cases.toy import tokenizer
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 FUZZ = settings(
@@ -64,6 +64,9 @@ def assert_named(error: UserError, path: str) -> None:
 
 
 @FUZZ
+@example(content=codecs.BOM_UTF8 * 2, suffix=".jsonl")  # empty files, joined
+@example(content=codecs.BOM_UTF8 + b" " + codecs.BOM_UTF8 + b'{"text": "a"}', suffix=".jsonl")
+@example(content=codecs.BOM_UTF8 * 2 + b'[{"text": "a"}]', suffix=".json")
 @given(content=FILES, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
 def test_any_bytes_are_rows_or_one_error(content: bytes, suffix: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -103,8 +106,7 @@ def lines_with_something(content: bytes) -> int:
         text = content.decode(codec, "replace")
     else:
         text = content.decode("utf-8", "replace")
-    stripped = (line.strip(" \t\r\n").removeprefix("\ufeff").strip(" \t\r\n") for line in text.split("\n"))
-    return sum(map(bool, stripped))
+    return sum(bool(line.lstrip(" \t\r\ufeff").rstrip(" \t\r")) for line in text.split("\n"))
 
 
 JSON = st.recursive(

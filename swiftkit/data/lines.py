@@ -54,7 +54,7 @@ def text_lines(path: Path, name: str) -> Iterator[tuple[Origin, str | RowError]]
                 origin = Origin(name, number)
                 try:
                     text = line.decode("utf-8")
-                    yield origin, text.removeprefix(MARK) if number == 1 else text
+                    yield origin, text.lstrip(MARK) if number == 1 else text
                 except UnicodeDecodeError as failure:
                     yield (
                         origin,
@@ -67,7 +67,7 @@ def text_lines(path: Path, name: str) -> Iterator[tuple[Origin, str | RowError]]
             if broken is not None:
                 yield origin, origin.error(f"half a UTF-16 character ({broken!r}); save the file as UTF-8")
             else:
-                yield origin, text.removeprefix(MARK) if number == 1 else text
+                yield origin, text.lstrip(MARK) if number == 1 else text
 
 
 def _decoded(file: IO[bytes], codec: str) -> Iterator[str]:

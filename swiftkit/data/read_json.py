@@ -60,8 +60,8 @@ def _rows_of(lines: Iterator[tuple[Origin, str | RowError]]) -> Rows:
     for origin, text in lines:
         if isinstance(text, RowError):
             yield text
-        # A mark at a later line's start comes from files that were joined; inside a value it is data.
-        elif text := text.strip(SPACE).removeprefix(MARK).strip(SPACE):
+        # Marks at a line's start come from files that were joined, empty ones too; inside a value it is data.
+        elif text := text.lstrip(SPACE + MARK).rstrip(SPACE):
             try:
                 value = _parsed(text, origin)
             except RowError as bad:
