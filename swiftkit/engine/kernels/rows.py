@@ -136,9 +136,8 @@ def fp8_product(x: Rows, weight: Tensor, col_scale: Tensor, *, dtype: torch.dtyp
         dtype: of the result.
     """
     assert x.scale is not None
-    if not x.data.is_cuda:  # row-wise scales on a CPU came only after torch 2.11
-        one = torch.ones((), dtype=torch.float32)
-        raw = torch._scaled_mm(x.data, weight.view(FP8).T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    if not x.data.is_cuda:  # without AMX, torch's own FP8 product on a CPU takes seconds (7.7 s at 512x576x1536)
+        raw = x.data.float() @ weight.view(FP8).float().T
         return (raw * x.scale[:, None] * col_scale).to(dtype)
     return torch._scaled_mm(
         x.data, weight.view(FP8).T, scale_a=x.scale[:, None], scale_b=col_scale[None], out_dtype=dtype,
