@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftkit.errors import UserError
-from swiftkit.quantize.gram import Watch, owners
+from swiftkit.quantize.gram import Watch, owners, starved
 from swiftkit.quantize.layout import Layout, choose
 from swiftkit.quantize.shapes import cards_for, check_shapes, linears_of, splits
 from tests.cases import toy
@@ -45,7 +45,7 @@ def test_distinct_inputs_have_one_matrix_each_and_starved_experts_are_named(seed
             block(x)
     block(torch.randn(1, 5, 8))  # no longer watched
     assert [one.names for one in watch.inputs] == [["chosen"], ["q_proj", "k_proj"]]
-    assert watch.starved() == ["never"]
+    assert starved(watch.inputs, watch.linears) == ["never"]
     grams = owners(watch.inputs)
     rows = torch.cat([x[0] for x in batches])
     torch.testing.assert_close(grams["k_proj"].products, rows.T @ rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,13 @@ from swiftkit.export.merge import parse_size
 from swiftkit.export.weights import MergedWeights
 from swiftkit.formats.named import open_model
 from swiftkit.formats.older import with_older_rope
+from swiftkit.formats.packing import packing_of
 from swiftkit.formats.peft import LoraSpec
 from swiftkit.formats.shards import Stored, StoredWeights, shards, write_shards
+from swiftkit.formats.source import fingerprint
 from swiftkit.generate.find import find
 from swiftkit.hub import Say
+from swiftkit.parallel.world import World, joined
 from swiftkit.quantize.layout import Layout, choose
 from swiftkit.quantize.report import FILE, Report
 from swiftkit.quantize.run import preset, quantize_layers
@@ -84,6 +88,13 @@ class Model:
             spec, tensors = adapter.spec, adapter.tensors
             self.name = f"{adapter.folder} merged into {adapter.base.name}"
         self.description = describe(self.base)
+        packing = packing_of(self.description)
+        if packing is not None:
+            raise UserError(
+                f"{self.name}: the base is quantized already ({packing}), and rounding it once more would "
+                "only lose; quantize the model that it was made from, or merge the adapter (swiftkit merge) "
+                "and quantize that"
+            )
         own = (self.own / "tokenizer.json").is_file()
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(
             self.own if own else self.base, config.chat_template
@@ -109,41 +120,60 @@ class Model:
 def quantize(config: QuantizeConfig, *, say: Say = print) -> Path:
     """Write the quantized model to `config.output_dir`, with a report on what it cost.
 
-    Everything is written beside, judged, and renamed: a folder of that name is whole.
+    Everything is written beside, judged, and renamed: a folder of that name is whole. Of several processes
+    each takes a share of the work, and the first one writes and speaks.
 
     Raises:
         UserError: for what is wrong with model, texts, shapes or target, before anything is computed; or when
             the perplexity rises by more than `max_ppl_increase`, and then the report is kept beside.
     """
+    with joined(find_device(config.device)) as world:
+        return _quantize(config, say if world.first else _silent, world)
+
+
+def _silent(_: str) -> None:
+    """Another rank speaks."""
+
+
+def _quantize(config: QuantizeConfig, say: Say, world: World) -> Path:
     out = Path(config.output_dir).expanduser()
     if out.exists():
         raise UserError(f"{out} exists already; give another folder, or remove it first")
-    device = torch.device(find_device(config.device))
+    device = world.device or torch.device(find_device(config.device))
     shard_bytes = parse_size(config.max_shard_size)
-    model = Model(config, device, say)
+    model = world.once_a_node(partial(Model, config, device, say))
     shapes = model.shapes()
     layout = _layout(config, model, next(iter(shapes)))
     check_shapes(shapes, layout)
-    texts = _texts(config, model)
+    texts = world.once_a_node(partial(_texts, config, model))
+    world.check_same(f"{fingerprint(model.base)} {texts.fingerprint}", "model files or rows")
     report = Report(preset(layout, model=model.name, seed=config.seed, dataset=config.dataset))
     _head(model, shapes, layout, texts, report, say)
+    if world.size > 1:
+        say(f"processes {world.size}, each with a share of the texts and of every layer's matrices")
     beside = out.absolute().with_name(f".{out.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a run that was killed
-    (beside / WORK).mkdir(parents=True)
     try:
+        if world.first:
+            shutil.rmtree(beside, ignore_errors=True)  # left by a run that was killed
+            (beside / WORK).mkdir(parents=True)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         stream = StreamedModel(model.weights, description=model.description, device=device, dtype=dtype)
-        quantize_layers(stream, texts, layout, folder=beside / WORK, report=report, say=say)
+        quantize_layers(stream, texts, layout, folder=beside / WORK, report=report, say=say, world=world)
         del stream
-        _write(beside, model, layout, list(shapes), report, shard_bytes, say)
-        for line in report.lines():
-            say(line)
-        _judge(report, config, out)
-        files.flush(beside)
-        beside.rename(out)
-        files.flush_folder(out.absolute().parent)
+
+        def finish() -> None:
+            _write(beside, model, layout, list(shapes), report, shard_bytes, say)
+            for line in report.lines():
+                say(line)
+            _judge(report, config, out)
+            files.flush(beside)
+            beside.rename(out)
+            files.flush_folder(out.absolute().parent)
+
+        world.from_first(finish)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if world.first:
+            shutil.rmtree(beside, ignore_errors=True)
     say(f"wrote     {out} ({FILE} has every number)")
     return out
 

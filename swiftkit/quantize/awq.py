@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from swiftkit.parallel.world import ALONE, World, dealt
 from swiftkit.quantize.folds import FOLDS, applies, apply
 from swiftkit.quantize.gram import Gram
 from swiftkit.quantize.grid import Grid, Scheme, find_grid
@@ -24,7 +25,13 @@ UNCLIPPED = ("q_proj", "k_proj", "qkv_proj")  # their products meet in the softm
 
 @torch.no_grad()
 def fold_scales(
-    block: nn.Module, grams: dict[str, Gram], *, family: str, scheme: Scheme, stored: torch.dtype
+    block: nn.Module,
+    grams: dict[str, Gram],
+    *,
+    family: str,
+    scheme: Scheme,
+    stored: torch.dtype,
+    world: World = ALONE,
 ) -> list[str]:
     """Find and fold the scales of a decoder layer; its Gram matrices become those of the scaled inputs.
 
@@ -34,6 +41,7 @@ def fold_scales(
         family: of `FOLDS`.
         scheme: of the rounding to come.
         stored: type in which norms and biases are written.
+        world: the processes; each tries some of the candidates.
 
     Returns:
         Names of the norms and biases that changed.
@@ -45,7 +53,7 @@ def fold_scales(
             continue
         gram = grams[fold.after[0]]
         weights = [block.get_parameter(f"{name}.weight").float() for name in fold.after]
-        scales = search_scales(torch.cat(weights), gram, scheme)
+        scales = search_scales(torch.cat(weights), gram, scheme, world)
         if scales is None:
             continue
         scales, touched = apply(block, fold, scales, stored=stored)
@@ -61,20 +69,25 @@ def divide(gram: Gram, scales: Tensor) -> None:
     gram.magnitudes /= scales
 
 
-def search_scales(weight: Tensor, gram: Gram, scheme: Scheme) -> Tensor | None:
+def search_scales(weight: Tensor, gram: Gram, scheme: Scheme, world: World = ALONE) -> Tensor | None:
     """The scales [in] that lose least; None where not scaling does.
 
     Args:
         weight: float32 [out, in], all matrices that read the input.
         gram: of the input.
         scheme: of the rounding to come.
+        world: the processes, which hold the same matrices.
     """
-    best, least = None, _loss(weight, weight, gram, scheme, None)
-    for scales in _candidates(weight, gram, scheme):
-        loss = _loss(weight * scales, weight, gram, scheme, scales)
-        if loss < least:
-            best, least = scales, loss
-    return best
+    candidates = [None, *_candidates(weight, gram, scheme)]
+    own = []
+    for number in dealt(range(len(candidates)), world):
+        scales = candidates[number]
+        scaled = weight if scales is None else weight * scales
+        own.append((_loss(scaled, weight, gram, scheme, scales), number))
+    scales = candidates[min(tried for ranks in world.gathered(own) for tried in ranks)[1]]
+    if scales is not None:
+        world.take_from(0, scales)
+    return scales
 
 
 def _loss(scaled: Tensor, weight: Tensor, gram: Gram, scheme: Scheme, scales: Tensor | None) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swiftkit.parallel.world import World
+
 
 @dataclass(eq=False)
 class Gram:
@@ -117,11 +119,38 @@ class Watch:
         own.gram.add(x)
         self._last = x, own
 
-    def starved(self) -> list[str]:
-        """Layers that no row reached: experts that were never chosen, say."""
-        return [name for name in self.linears if name not in self._owner]
+
+def summed(
+    inputs: Sequence[Inputs], linears: Mapping[str, nn.Linear], world: World, device: torch.device
+) -> list[Inputs]:
+    """What all ranks have seen, on each of them: the sums of their Gram matrices, in the order of the layers.
+
+    Args:
+        inputs: of this rank's share of the calibration; nothing may have reached a layer here.
+        linears: of the block.
+        world: the processes.
+        device: of the matrices.
+    """
+    if world.size == 1:
+        return list(inputs)
+    known = {names for ranks in world.gathered([tuple(one.names) for one in inputs]) for names in ranks}
+    place = {name: number for number, name in enumerate(linears)}
+    own = {tuple(one.names): one.gram for one in inputs}
+    found = []
+    for names in sorted(known, key=lambda names: place[names[0]]):
+        gram = own.get(names) or Gram.empty(linears[names[0]].in_features, device)
+        world.sum_up(gram.products, gram.magnitudes)
+        (gram.rows,) = world.totals(gram.rows)
+        found.append(Inputs(list(names), gram))
+    return found
 
 
 def owners(inputs: Sequence[Inputs]) -> dict[str, Gram]:
     """The Gram matrix of each layer by name."""
     return {name: one.gram for one in inputs for name in one.names}
+
+
+def starved(inputs: Sequence[Inputs], linears: Mapping[str, nn.Linear]) -> list[str]:
+    """Layers that no row reached: experts that were never chosen, say."""
+    reached = owners(inputs)
+    return [name for name in linears if name not in reached]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swiftkit.parallel.world import ALONE, World
 from swiftkit.quantize.stream import Sample, StreamedModel
 
 FILE = "quantize_report.json"
@@ -113,8 +114,16 @@ class Report:
 
 
 @torch.no_grad()
-def judge(stream: StreamedModel, before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]:
-    """Perplexity and agreement of two versions of the same windows, behind the last layer."""
+def judge(
+    stream: StreamedModel, before: Sequence[Sample], after: Sequence[Sample], world: World = ALONE
+) -> dict[str, Any]:
+    """Perplexity and agreement of two versions of the same windows, behind the last layer.
+
+    Args:
+        stream: has the final norm and the head.
+        before, after: this rank's windows.
+        world: the processes; the result is that of all their windows.
+    """
     losses, agreed, tokens = [0.0, 0.0], 0, 0
     for one, other in zip(before, after, strict=True):
         targets = one.batch.targets
@@ -129,17 +138,23 @@ def judge(stream: StreamedModel, before: Sequence[Sample], after: Sequence[Sampl
                 best.append(logits.argmax(1))
             agreed += int((best[0] == best[1]).sum())
         tokens += len(targets)
+    sums = torch.tensor([*losses, agreed, tokens], dtype=torch.float64)
+    world.sum_up(sums)
+    *losses, agreed, tokens = sums.tolist()
     perplexities = [math.exp(min(loss / tokens, 700.0)) for loss in losses]
     return {
         "perplexity_before": perplexities[0],
         "perplexity_after": perplexities[1],
         "top1_agreement": agreed / tokens,
-        "tokens": tokens,
+        "tokens": int(tokens),
     }
 
 
-def drift(before: Sequence[Sample], after: Sequence[Sample]) -> float:
-    """Relative difference of the hidden states of the same windows."""
-    difference = sum(float((a.hidden.float() - b.hidden.float()).square().sum()) for a, b in
-                     zip(after, before, strict=True))  # fmt: skip
-    return math.sqrt(difference / sum(float(sample.hidden.float().square().sum()) for sample in before))
+def drift(before: Sequence[Sample], after: Sequence[Sample], world: World = ALONE) -> float:
+    """Relative difference of the hidden states of the same windows, those of all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for a, b in zip(after, before, strict=True):
+        sums[0] += float((a.hidden.float() - b.hidden.float()).square().sum())
+        sums[1] += float(b.hidden.float().square().sum())
+    world.sum_up(sums)
+    return math.sqrt(float(sums[0] / sums[1]))

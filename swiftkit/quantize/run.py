@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from swiftkit.quantize.block import quantize_block
+from swiftkit.parallel.world import ALONE, World, dealt
+from swiftkit.quantize.block import checksum, quantize_block
 from swiftkit.quantize.fp8 import round_inputs
-from swiftkit.quantize.gram import Inputs, Watch
+from swiftkit.quantize.gram import Inputs, Watch, starved, summed
 from swiftkit.quantize.layout import Layout
 from swiftkit.quantize.report import Report, drift, judge
 from swiftkit.quantize.shapes import linears_of
@@ -27,27 +28,41 @@ Say = Callable[[str], None]
 
 
 def quantize_layers(
-    stream: StreamedModel, texts: Texts, layout: Layout, *, folder: Path, report: Report, say: Say
+    stream: StreamedModel,
+    texts: Texts,
+    layout: Layout,
+    *,
+    folder: Path,
+    report: Report,
+    say: Say,
+    world: World = ALONE,
 ) -> None:
     """Quantize every decoder layer, and judge the result.
+
+    Several ranks take shares of the texts, sum what they saw of each layer's inputs, and quantize some of its
+    matrices each; all of them end with the same weights.
 
     Args:
         stream: the model.
         texts: calibration and judged windows.
         layout: method, grid and format.
-        folder: takes one safetensors file a layer, with all that is written of it.
+        folder: takes one safetensors file a layer, with all that is written of it, from the first rank.
         report: takes errors and quality.
         say: told how far it is.
+        world: the processes.
+
+    Raises:
+        RuntimeError: ranks came to other weights.
     """
-    calibration = stream.begin(texts.calibration)
-    before = stream.begin(texts.judged)
+    calibration = stream.begin(dealt(texts.calibration, world))
+    before = stream.begin(dealt(texts.judged, world))
     after = [sample.twin() for sample in before]
     count = len(stream.layers)
     for index in range(count):
         block = stream.load(index)
         stream.run(index, before, keep=True)
         linears = linears_of(block)
-        inputs = _watch(stream, index, linears, calibration, report)
+        inputs = _watch(stream, index, linears, calibration, report, world) if texts.calibration else []
         first = next(iter(linears))
         made = quantize_block(
             block,
@@ -57,19 +72,22 @@ def quantize_layers(
             prefix=stream.prefixes[index],
             family=stream.model.config.model_type,  # type: ignore[union-attr, arg-type]
             stored=stream.stored_type(f"{stream.prefixes[index]}{first}.weight"),
+            world=world,
         )
+        _check_equal(block, stream.prefixes[index], world)
         report.linears += made.errors
-        _save(made.tensors, folder / f"layer-{index:05}.safetensors", stream.prefixes[index])
+        if world.first:
+            _save(made.tensors, folder / f"layer-{index:05}.safetensors", stream.prefixes[index])
         stream.run(index, calibration, keep=True)
         _run_quantized(stream, index, after, linears, layout)
-        report.drift.append(drift(before, after))
+        report.drift.append(drift(before, after, world))
         stream.free(index)
         worst = max(made.errors, key=lambda one: one.error)
         say(
             f"layer     {index + 1}/{count}: {worst.error:.2%} at most ({worst.name.rpartition('.')[2]}), "
             f"hidden states off by {report.drift[-1]:.2%}"
         )
-    report.quality = {**judge(stream, before, after), "held_out": texts.held_out}
+    report.quality = {**judge(stream, before, after, world), "held_out": texts.held_out}
 
 
 def _watch(
@@ -78,19 +96,29 @@ def _watch(
     linears: dict[str, nn.Linear],
     calibration: list[Sample],
     report: Report,
+    world: World,
 ) -> list[Inputs]:
     """What reaches each linear layer in the calibration; layers that nothing reaches are told of."""
-    if not calibration:
-        return []
     with Watch(linears) as watch:
         stream.run(index, calibration, keep=False)
-    starved = watch.starved()
-    if starved:
+    inputs = summed(watch.inputs, linears, world, stream.device)
+    without = starved(inputs, linears)
+    if without:
         report.notes.append(
-            f"{stream.prefixes[index]}{starved[0]} and {len(starved) - 1} more of its layer got no token of "
+            f"{stream.prefixes[index]}{without[0]} and {len(without) - 1} more of its layer got no token of "
             "the calibration (experts that were never chosen): plain rounding"
         )
-    return watch.inputs
+    return inputs
+
+
+def _check_equal(block: nn.Module, prefix: str, world: World) -> None:
+    """Every rank goes on with the same layer."""
+    if world.size == 1:
+        return
+    sums = world.gathered(checksum(block))
+    odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
+    if odd:
+        raise RuntimeError(f"ranks 0 and {odd[0]} hold other weights of {prefix.rstrip('.')}")
 
 
 def _run_quantized(

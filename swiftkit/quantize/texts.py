@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,14 @@ class Texts:
     calibration: list[PackedBatch]
     judged: list[PackedBatch]
     held_out: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """Other windows give another value."""
+        digest = hashlib.sha256()
+        for batch in (*self.calibration, *self.judged):
+            digest.update(batch.input_ids.tobytes() + b"|")
+        return digest.hexdigest()
 
     @property
     def tokens(self) -> int:
