@@ -13,10 +13,10 @@ PYTEST := -m pytest
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test interop lint types wheel clean
+.PHONY: help quickstart install test test-slow test-browser test-gpu test-multigpu kill-test interop quantize-quality lint types wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/.installed  ## install, then tune a small real model on a CPU and show what it says
 	$(VENV)/bin/swiftkit sft --model smollm2-135m --dataset data/persona.jsonl --num_train_epochs 6
@@ -48,6 +48,12 @@ interop: $(INTEROP)/auto-gptq/.installed $(INTEROP)/gptqmodel/.installed $(INTER
 	@test -n "$(TEXT)" || { echo "give a text to calibrate on: make interop TEXT=my.txt" >&2; exit 1; }
 	$(VENV)/bin/python benchmarks/quantize_interop.py --envs $(INTEROP) --dataset $(TEXT)
 
+QUALITY_ROWS := fp32,rtn,gptq,gptqmodel,rtn-asymmetric,awq,llmcompressor-awq
+quantize-quality: $(INTEROP)/gptqmodel/.installed $(INTEROP)/llmcompressor/.installed $(VENV)/.installed  ## perplexity beside other quantizers (CALIBRATION=FILE TEXT=FILE)
+	@test -n "$(CALIBRATION)" -a -n "$(TEXT)" || { echo "give CALIBRATION=valid.txt TEXT=test.txt" >&2; exit 1; }
+	$(VENV)/bin/python benchmarks/quantize_quality.py --envs $(INTEROP) --calibration $(CALIBRATION) --text $(TEXT) \
+		--rows $(QUALITY_ROWS)
+
 lint: $(VENV)/.installed-dev  ## ruff: rules and format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -75,6 +81,12 @@ $(INTEROP)/gptqmodel/.installed:
 	$(PYTHON) -m venv $(INTEROP)/gptqmodel
 	$(INTEROP)/gptqmodel/bin/python $(PIP_INSTALL) torch==2.13.0 transformers==5.24.0 numpy==2.2.6 setuptools wheel
 	$(INTEROP)/gptqmodel/bin/python $(PIP_INSTALL) --no-build-isolation gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6
+	@touch $@
+
+$(INTEROP)/llmcompressor/.installed:
+	$(PYTHON) -m venv $(INTEROP)/llmcompressor
+	$(INTEROP)/llmcompressor/bin/python $(PIP_INSTALL) torch==2.13.0 transformers==5.17.0 numpy==2.4.6 \
+		llmcompressor==0.14.0.1 compressed-tensors==0.19.0
 	@touch $@
 
 $(INTEROP)/compressed/.installed:

@@ -55,7 +55,7 @@ def main() -> None:
     text = "\n".join([*lines, "", f"- {conditions(args.model)}"])
     print(text)
     if args.into:
-        put(args.into, name, text)
+        put(args.into, f"data_throughput {name}", text)
 
 
 def parse() -> argparse.Namespace:
@@ -293,7 +293,7 @@ def conditions(model: str) -> str:
 
 def put(document: Path, name: str, text: str) -> None:
     """Replaces what stands between a document's two marks."""
-    begin, end = (f"<!-- data_throughput {name}: {word} -->" for word in ("begin", "end"))
+    begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
     old = document.read_text(encoding="utf-8")
     if begin not in old or end not in old:
         sys.exit(f"{document} has no place for it: write {begin} and {end} there")

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +37,35 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LEAST_SECONDS = 45  # a row is not begun with less of the budget left
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    name = Path(__file__).stem
+    parser = parser_of(ROWS, __doc__ or "", name)
+    parser.add_argument("--documents", type=int, help="in a step; by default the shape's")
+    parser.add_argument("--length", type=int, help="tokens of a document; by default the shape's")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results to make the table from")
+    parser.add_argument("--into", type=Path, default=REPOSITORY / "docs" / "performance.md")
+    return checked(parser, ROWS)
+
+
+def parser_of(rows: Mapping[str, Row], about: str, name: str) -> argparse.ArgumentParser:
+    """What every benchmark of rows takes; `name` is that of its files."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--rows", default="all", help="comma-separated, in the order to run: " + ", ".join(ROWS)
+        "--rows", default="all", help="comma-separated, in the order to run: " + ", ".join(rows)
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for development")
-    parser.add_argument("--documents", type=int, help="in a step; by default the shape's")
-    parser.add_argument("--length", type=int, help="tokens of a document; by default the shape's")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--checkpointing", choices=["row", "on", "off"], default="row",
                         help="of every row; `row` leaves each what its name says")  # fmt: skip
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "sft_throughput",
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / name,
                         help="model files (16 GB at full size), compile caches, logs")  # fmt: skip
     parser.add_argument("--packages", type=Path, help="folder of folders, one a set of libraries: "
-                        + ", ".join(sorted({row.packages for row in ROWS.values()})))  # fmt: skip
-    parser.add_argument("--results", type=Path, default=Path("sft_throughput.jsonl"), help="appended to")
+                        + ", ".join(sorted({row.packages for row in rows.values()})))  # fmt: skip
+    parser.add_argument("--results", type=Path, default=Path(f"{name}.jsonl"), help="appended to")
     parser.add_argument(
         "--timeout", type=float, default=150, help="seconds for each of load, first step, steps"
     )
@@ -63,13 +73,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--budget", type=float, help="seconds for the whole call; what does not fit is left out"
     )
     parser.add_argument("--commit", help="by default git is asked")
-    parser.add_argument("--merge", type=Path, nargs="+", help="results to make the table from")
-    parser.add_argument("--into", type=Path, default=REPOSITORY / "docs" / "performance.md")
     parser.add_argument("--record", type=Path, help="run the one row in this process, and write it here")
-    args = parser.parse_args(argv)
-    args.rows = list(ROWS) if args.rows == "all" else args.rows.split(",")
-    if unknown := [name for name in args.rows if name not in ROWS]:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, rows: Mapping[str, Row]) -> argparse.Namespace:
+    """The arguments, with rows that there are."""
+    args = parser.parse_args()
+    args.rows = list(rows) if args.rows == "all" else args.rows.split(",")
+    if unknown := [name for name in args.rows if name not in rows]:
+        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(rows)}")
     if args.warmup < 1 or args.steps < 2:
         parser.error("--warmup must be at least 1 and --steps at least 2")
     return args
@@ -86,9 +99,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
     )  # fmt: skip
 
 
-def row_of(name: str, checkpointing: str) -> Row:
-    """The row as named, with the checkpointing of the call."""
-    row = ROWS[name]
+def asked(row: Row, checkpointing: str) -> Row:
+    """The row with the checkpointing of the call."""
     if checkpointing == "row":
         return row
     return dataclasses.replace(row, checkpointing=checkpointing == "on" and (row.checkpointing or True))
@@ -97,16 +109,16 @@ def row_of(name: str, checkpointing: str) -> Row:
 # ---- in the row's own process ------------------------------------------------------------------------------
 
 
-def run_row(args: argparse.Namespace) -> int:
+def run_row(args: argparse.Namespace, row: Row, workload: Workload) -> int:
     """Run one row here; whatever it raises becomes the record's error."""
     faulthandler.dump_traceback_later(args.timeout, exit=True)  # until the meter takes over
-    row, record = row_of(args.rows[0], args.checkpointing), json.loads(args.record.read_text())
+    record = json.loads(args.record.read_text())
     try:
         peer = importlib.import_module(f"peers.{row.peer}")  # unsloth must come before transformers
         from peers.meter import Meter
 
-        meter = Meter(workload_of(args), record=record, path=args.record, limit=args.timeout)
-        peer.run(meter, base=row.base, checkpointing=row.checkpointing, liger=row.liger)
+        meter = Meter(workload, record=record, path=args.record, limit=args.timeout)
+        peer.run(meter, base=row.base, checkpointing=row.checkpointing, liger=row.liger, **row.options)
     except Exception as error:
         traceback.print_exc()
         first_line = str(error).strip().splitlines()[:1]
@@ -128,10 +140,20 @@ def main() -> int:
         except ValueError as error:
             sys.exit(str(error))
         return 0
+    return measure(args, ROWS, workload_of(args), summary)
+
+
+def measure(
+    args: argparse.Namespace,
+    rows: Mapping[str, Row],
+    workload: Workload,
+    summary: Callable[[dict[str, Any]], str],
+) -> int:
+    """Run the rows asked for, each in a process of its own, and say each in a line."""
+    chosen = {name: asked(rows[name], args.checkpointing) for name in args.rows}
     if args.record:
-        return run_row(args)
+        return run_row(args, chosen[args.rows[0]], workload)
     deadline = time.monotonic() + (args.budget or 1e9)
-    workload = workload_of(args)
     write_model(workload)
     facts = machine()
     print(json.dumps(facts), flush=True)
@@ -140,7 +162,7 @@ def main() -> int:
         if left < LEAST_SECONDS:
             print(f"{name}: not run, {left:.0f} s of the budget are left", flush=True)
             continue
-        record = supervise(name, args, workload, facts, left)
+        record = supervise(name, chosen[name], args, workload, facts, left)
         with args.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(summary(record), flush=True)
@@ -159,7 +181,7 @@ def write_model(workload: Workload) -> None:
 
 
 def supervise(
-    name: str, args: argparse.Namespace, workload: Workload, facts: dict[str, str], left: float
+    name: str, row: Row, args: argparse.Namespace, workload: Workload, facts: dict[str, str], left: float
 ) -> dict[str, Any]:
     """Run a row in a child, and return its record; the child's output goes to a log."""
     cache = args.scratch / "compile-cache" / name
@@ -170,18 +192,19 @@ def supervise(
         "commit": args.commit or commit(),
         "machine": facts,
         "compile_cache": "warm" if cache.exists() else "cold",
-        "base": ROWS[name].base,
-        "checkpointing": row_of(name, args.checkpointing).checkpointing,
+        "base": row.base,
+        "checkpointing": row.checkpointing,
         "workload": {k: v for k, v in dataclasses.asdict(workload).items() if k != "folder"},
     }
     cache.mkdir(parents=True, exist_ok=True)
     path, log = args.scratch / f"{name}.json", args.scratch / f"{name}.log"
     path.write_text(json.dumps(record))
-    command = [sys.executable, __file__, *sys.argv[1:], "--rows", name, "--record", str(path.resolve())]
+    script = str(Path(sys.argv[0]).resolve())
+    command = [sys.executable, script, *sys.argv[1:], "--rows", name, "--record", str(path.resolve())]
     command += ["--scratch", str(args.scratch.resolve())]
     with log.open("w") as output:
         child = subprocess.Popen(
-            command, cwd=cache, env=environment(name, cache.resolve(), args.packages), stdout=output,
+            command, cwd=cache, env=environment(row, cache.resolve(), args.packages), stdout=output,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         stopped = wait(child, left)
@@ -209,9 +232,9 @@ def wait(child: subprocess.Popen[bytes], seconds: float) -> str | None:
         child.wait()
 
 
-def environment(name: str, cache: Path, packages: Path | None) -> dict[str, str]:
+def environment(row: Row, cache: Path, packages: Path | None) -> dict[str, str]:
     """Of a row: its libraries, empty compile caches of its own, and nothing from the network."""
-    paths = [str(packages.resolve() / ROWS[name].packages)] if packages else []
+    paths = [str(packages.resolve() / row.packages)] if packages else []
     paths += [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -55,29 +55,42 @@ def sft(config: str | Path | None = None, /, *, console: Console | None = None, 
         UserError: naming what is wrong, before anything is trained.
         WorkerError: naming rank, file and line, where one of several processes failed.
     """
-    resolved = configure_run(SftConfig, "sft", knobs, file=config)
+    return _train(SftConfig, "sft", knobs, config, console)
+
+
+def _train(
+    schema: type[RunConfigT],
+    verb: str,
+    knobs: Mapping[str, Any],
+    file: str | Path | None,
+    console: Console | None,
+) -> Run:
+    resolved = configure_run(schema, verb, knobs, file=file)
     if resolved.dry_run:
-        raise UserError("dry_run is for the command line: swiftkit sft ... --dry_run")
+        raise UserError(f"dry_run is for the command line: swiftkit {verb} ... --dry_run")
     _quiet_tqdm()
     from rich.console import Console
 
-    return start_sft(resolved, console or Console())
+    return start_run(verb, resolved, console or Console())
 
 
-def start_sft(config: SftConfig, console: Console) -> Run:
-    """Train here, or in several processes where there are several GPUs or NPROC_PER_NODE says so."""
+def start_run(verb: str, config: RunConfig, console: Console) -> Run:
+    """Train here, or in several processes where there are several GPUs or NPROC_PER_NODE says so.
+
+    Args:
+        verb: the method: sft, dpo, reward.
+        config: checked.
+        console: where people look.
+    """
     from swiftkit.parallel.launch import plan_here, start
     from swiftkit.parallel.worker import write_result
+    from swiftkit.train.run import Run
 
     launch = plan_here(config.nproc_per_node, config.device)
     if launch is not None and launch.several:
-        from swiftkit.train.run import Run
-
-        asked = {"method": "sft", "config": config.model_dump(mode="json", exclude_unset=True)}
-        return Run(start(launch, "sft", json.dumps(asked)))
-    from swiftkit.methods import sft as method
-
-    run = method.run(config, console)
+        asked = {"method": verb, "config": config.model_dump(mode="json", exclude_unset=True)}
+        return Run(start(launch, verb, json.dumps(asked)))
+    run: Run = import_module(f"swiftkit.methods.{verb}").run(config, console)
     write_result(run.folder)
     return run
 
@@ -87,13 +100,7 @@ def dpo(config: str | Path | None = None, /, *, console: Console | None = None, 
 
     Args, returned value and errors are those of `sft`; the knobs are the flags of `swiftkit dpo --help`.
     """
-    resolved = configure_run(DpoConfig, "dpo", knobs, file=config)
-    _quiet_tqdm()
-    from rich.console import Console
-
-    from swiftkit.methods import dpo as method
-
-    return method.run(resolved, console or Console())
+    return _train(DpoConfig, "dpo", knobs, config, console)
 
 
 def reward(config: str | Path | None = None, /, *, console: Console | None = None, **knobs: Any) -> Run:
@@ -101,13 +108,7 @@ def reward(config: str | Path | None = None, /, *, console: Console | None = Non
 
     Args, returned value and errors are those of `sft`; the knobs are the flags of `swiftkit reward --help`.
     """
-    resolved = configure_run(RewardConfig, "reward", knobs, file=config)
-    _quiet_tqdm()
-    from rich.console import Console
-
-    from swiftkit.methods import reward as method
-
-    return method.run(resolved, console or Console())
+    return _train(RewardConfig, "reward", knobs, config, console)
 
 
 def reward_model(checkpoint: str | Path, /, **knobs: Any) -> RewardModel:
@@ -191,10 +192,23 @@ def quantize_model(checkpoint: str | Path, output_dir: str | Path, /, **knobs: A
         UserError: naming what is wrong, or by how much the perplexity rose.
     """
     given = {"checkpoint": checkpoint, "output_dir": output_dir}
-    config = configure(QuantizeConfig, "quantize", {**given, **knobs})
+    return start_quantize(configure(QuantizeConfig, "quantize", {**given, **knobs}))
+
+
+def start_quantize(config: QuantizeConfig) -> Path:
+    """Quantize here, or in several processes where there are several GPUs or NPROC_PER_NODE says so."""
+    from swiftkit.parallel.launch import plan_here, start
+    from swiftkit.parallel.worker import write_result
+
+    launch = plan_here(config.nproc_per_node, config.device)
+    if launch is not None and launch.several:
+        asked = {"method": "quantize", "config": config.model_dump(mode="json", exclude_unset=True)}
+        return start(launch, "quantize", json.dumps(asked))
     from swiftkit.export.quantize import quantize as run
 
-    return run(config)
+    folder = run(config)
+    write_result(folder)
+    return folder
 
 
 def report(*runs: str | Path, output: str | Path = "report.html") -> Path:

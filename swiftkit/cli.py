@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swiftkit import __version__, flags, migrate, recipe_file, registry
-from swiftkit.api import configure, configure_eval, configure_sft, dpo, reward, start_sft
+from swiftkit.api import configure, configure_eval, configure_run, start_quantize, start_run
 from swiftkit.config import (
     ChatConfig,
     Config,
@@ -24,6 +24,7 @@ from swiftkit.config import (
     QuantizeConfig,
     ReportConfig,
     RewardConfig,
+    RunConfigT,
     SftConfig,
     StatsConfig,
 )
@@ -76,29 +77,20 @@ def _dispatch(words: Words) -> None:
     VERBS[name].run(rest)
 
 
-def _sft(words: Words) -> None:
+def _train(schema: type[RunConfigT], verb: str, words: Words) -> None:
     if _asks_help(words):
-        print(flags.describe(SftConfig, "sft"))
+        print(flags.describe(schema, verb))
         return
-    file, knobs = flags.parse(SftConfig, words)
-    config = configure_sft(knobs, file=file)
+    file, knobs = flags.parse(schema, words)
+    config = configure_run(schema, verb, knobs, file=file)
     if config.dry_run:
         from swiftkit.parallel.launch import describe_here
 
-        print(describe_here(config.nproc_per_node, config.device, ["swiftkit", "sft", *words]))
+        print(describe_here(config.nproc_per_node, config.device, ["swiftkit", verb, *words]))
         return
     from rich.console import Console
 
-    start_sft(config, Console())
-
-
-def _door(config_class: type[Config], verb: str, open_door: Callable[..., Any], words: Words) -> None:
-    """A verb that Python has under the same name, with the same words."""
-    if _asks_help(words):
-        print(flags.describe(config_class, verb))
-        return
-    file, knobs = flags.parse(config_class, words)
-    open_door(file, **knobs)
+    start_run(verb, config, Console())
 
 
 def _chat(words: Words) -> None:
@@ -207,17 +199,15 @@ def _merge(words: Words) -> None:
 
 def _quantize(words: Words) -> None:
     if _asks_help(words):
-        print(flags.describe(QuantizeConfig, "quantize MODEL|CHECKPOINT OUT", file=False))
+        print(flags.describe(QuantizeConfig, "quantize MODEL|CHECKPOINT OUT|FILE.yaml", file=False))
         return
     first, rest = _before_flags(words)
+    files = first if len(first) == 1 and first[0].endswith(flags.FILES) else []
     if len(first) > 2:
         raise UserError(f"quantize takes a model or checkpoint and a folder to make, not {len(first)} words")
-    _, knobs = flags.parse(QuantizeConfig, rest, file=False)
-    given = dict(zip(("checkpoint", "output_dir"), first, strict=False))
-    config = configure(QuantizeConfig, "quantize", {**given, **knobs})
-    from swiftkit.export.quantize import quantize
-
-    quantize(config)
+    file, knobs = flags.parse(QuantizeConfig, [*files, *rest])
+    given = {} if files else dict(zip(("checkpoint", "output_dir"), first, strict=False))
+    start_quantize(configure(QuantizeConfig, "quantize", {**given, **knobs}, file=file))
 
 
 def _doctor(words: Words) -> None:
@@ -245,7 +235,8 @@ def _launch(words: Words) -> None:
     config = configure(
         LaunchConfig, "launch", {**dict(zip(("scheduler", "file"), first, strict=False)), **knobs}
     )
-    configure(SftConfig, config.verb, {}, file=config.file)  # a mistake in it is found here, not in the queue
+    # A mistake in it is found here, not in the queue.
+    configure(recipe_file.SCHEMAS[config.verb], config.verb, {}, file=config.file)
     from swiftkit.parallel.jobs import job_file
 
     print(job_file(config), end="")
@@ -340,11 +331,11 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "sft": Verb("fine-tune a model on your data", _sft),
+    "sft": Verb("fine-tune a model on your data", partial(_train, SftConfig, "sft")),
     "dpo": Verb(
-        "learn from chosen and rejected answers: DPO and its kin, KTO", partial(_door, DpoConfig, "dpo", dpo)
+        "learn from chosen and rejected answers: DPO and its kin, KTO", partial(_train, DpoConfig, "dpo")
     ),
-    "reward": Verb("train a model that scores answers", partial(_door, RewardConfig, "reward", reward)),
+    "reward": Verb("train a model that scores answers", partial(_train, RewardConfig, "reward")),
     "chat": Verb("talk to a model, or to a tuned one", _chat),
     "eval": Verb("loss, perplexity and exact match of a model, or of a tuned one", _eval),
     "data": Verb("look at rows as the model sees them, and count them", _data),

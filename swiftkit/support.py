@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 OUTSIDE_LAYERS = ("embed_tokens", "lm_head")  # modules that no decoder layer holds
 SHAPE = ("lora_rank", "lora_alpha", "target_modules")
-QUANTIZED = ("fp8", "nf4")
+PACKED = ("int8", "int4", "int3")  # what a quantized folder holds
+QUANTIZED = ("fp8", "nf4", *PACKED)
 _UNQUANTIZED = "take --base_precision bf16 (on a CPU fp32), or leave it on auto"
+_UNPACKED = "take --base_precision bf16 (on a CPU fp32), which unpacks the folder's weights"
 _ADAPTER = "it belongs to an adapter, and the whole model is trained"
 
 
@@ -29,7 +31,7 @@ class Feature:
 
     Args:
         flag: as a user writes it.
-        quantized: why it cannot be had over an fp8 or nf4 base; None where it can.
+        quantized: why it cannot be had over a base in 8 bits or fewer; None where it can.
         fused: why fused layers leave it to plain ones; None where they serve it.
         never_with: names of features that exclude it, with the reason.
     """
@@ -83,7 +85,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "adamw_8bit": Feature("--optim adamw_8bit"),
     "dpo": Feature("swiftkit dpo"),
-    "reward": Feature("swiftkit reward", never_with=(("full", "a reward model is an adapter with a head"),)),
+    "reward": Feature("swiftkit reward"),
 }
 
 
@@ -117,7 +119,7 @@ def check(features: Collection[str], base_precision: str) -> None:
 
     Args:
         features: names of `FEATURES`.
-        base_precision: fp32, bf16, fp8, nf4, or auto, which chooses one that fits.
+        base_precision: fp32, bf16, fp8, nf4, int8 to int3, or auto, which chooses one that fits.
 
     Raises:
         UserError: naming both, the reason and the mend.
@@ -129,8 +131,9 @@ def check(features: Collection[str], base_precision: str) -> None:
             if other in features:
                 raise UserError(f"{feature.flag} and {FEATURES[other].flag}: {reason}; leave one of them out")
         if feature.quantized is not None and base_precision in QUANTIZED:
+            mend = _UNPACKED if base_precision in PACKED else _UNQUANTIZED
             raise UserError(
-                f"{feature.flag} and --base_precision {base_precision}: {feature.quantized}; {_UNQUANTIZED}"
+                f"{feature.flag} and --base_precision {base_precision}: {feature.quantized}; {mend}"
             )
 
 
@@ -161,7 +164,7 @@ def why_plain(features: Collection[str]) -> str | None:
 
 def table() -> str:
     """The table as Markdown, and below it the reason of every cell that is not a plain yes."""
-    lines = ["| | fp32, bf16 | fp8, nf4 | fused layers | not with |", "|---|---|---|---|---|"]
+    lines = ["| | fp32, bf16 | fp8, nf4, int8 to int3 | fused layers | not with |", "|---|---|---|---|---|"]
     notes: list[str] = []
     for feature in FEATURES.values():
         rivals = ", ".join(f"`{FEATURES[other].flag}`" for other, _ in feature.never_with)
@@ -173,7 +176,10 @@ def table() -> str:
         ]
         lines.append(f"| `{feature.flag}` | {' | '.join(cells)} |")
         if feature.quantized:
-            notes.append(f"- `{feature.flag}` over fp8 or nf4: {feature.quantized}; {_UNQUANTIZED}.")
+            notes.append(
+                f"- `{feature.flag}` over fp8, nf4 or a quantized folder: {feature.quantized}; "
+                f"{_UNQUANTIZED}."
+            )
         if feature.fused:
             notes.append(
                 f"- `{feature.flag}` in fused layers: {feature.fused}; plain layers are taken instead."

@@ -1,4 +1,4 @@
-"""What one process and several must agree on; they run `python -m tests.replicas MODEL FOLDER DEVICE TP`."""
+"""What several processes must agree on with one: `python -m tests.replicas MODEL FOLDER DEVICE TP SHARD`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def engine_of(model: Path, kind: str, world: World, *, adapter_seed: int | None 
         full=FullSpec() if kind == "full" else None,
         fused=False,
         tp=world.tp,
+        shard=world.shards,
     )
     if adapter_seed is not None:
         drawn = {name: value.clone() for name, value in engine.whole_parameters().items()}
@@ -63,10 +64,10 @@ def first_step(engine: Engine, data: Prepared, world: World, **knobs: Any) -> di
     (trained,) = world.totals(*world.of_rows(sum(p.trained_tokens for p in packed)))
     batches = [Batch.of(p, device=engine.device) for p in packed]
     sums = engine.forward_backward(batches, loss, denominator=trained)
-    world.sum_gradients(engine.parameters.values())
+    world.sum_gradients(engine.unsummed)
     value = world.sum_named(sums, engine.device)["loss"] / trained
     found = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-    gradients = {n: g.clone() if engine.tp is None else engine.tp.whole(n, g) for n, g in found.items()}
+    gradients = {n: g.clone() if engine.cut is None else engine.cut.whole(n, g) for n, g in found.items()}
     norm = engine.gradient_norm()
     return {"loss": float(value), "norm": float(norm), "denominator": trained, "gradients": gradients}
 
@@ -115,6 +116,8 @@ def everything(model: Path, folder: Path, world: World) -> dict[str, Any]:
     # Nor on parts of an NF4 base, which ask for a wider model.
     few = device.type != "cpu" or world.layout.tp > 1
     steps, runs = (("lora", "full"), ("lora", "full")) if few else (KINDS, TRAINED)
+    if world.layout.tp > 1 and world.layout.shard > 1:  # a whole model is cut once
+        steps, runs = ("lora",), ("lora",)
     for kind in steps:
         engine = engine_of(model, kind, world, adapter_seed=None if kind == "full" else 1)
         found[f"step {kind}"] = first_step(engine, uneven, world, global_batch_size=5)
@@ -150,8 +153,10 @@ def alone(model: Path, folder: Path) -> dict[str, Any]:
     return everything(model, folder, ALONE)
 
 
-def over(processes: int, model: Path, folder: Path, *, device: str = "cpu", tp: int = 1) -> dict[str, Any]:
-    """The same by several processes, in groups of `tp` that hold the model together."""
+def over(
+    processes: int, model: Path, folder: Path, *, device: str = "cpu", tp: int = 1, shard: int = 1
+) -> dict[str, Any]:
+    """The same by several processes: `tp` compute a model together, `shard` times as many keep its parts."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -163,7 +168,7 @@ def over(processes: int, model: Path, folder: Path, *, device: str = "cpu", tp: 
             "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        words = [sys.executable, "-m", "tests.replicas", str(model), str(folder), device, str(tp)]
+        words = [sys.executable, "-m", "tests.replicas", str(model), str(folder), device, str(tp), str(shard)]
         started.append(subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
     ended = [(process.communicate(timeout=240)[1], process.returncode) for process in started]
     assert all(code == 0 for _, code in ended), json.dumps(ended, indent=1)
@@ -174,9 +179,10 @@ def over(processes: int, model: Path, folder: Path, *, device: str = "cpu", tp: 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[2])
-    parts = int(sys.argv[4])
+    tensor, kept = int(sys.argv[4]), int(sys.argv[5])
     with joined(sys.argv[3]) as all_alike:
-        this = all_alike.arranged(Layout(replicate=all_alike.size // parts, tp=parts))
+        copies = all_alike.size // (tensor * kept)
+        this = all_alike.arranged(Layout(replicate=copies, shard=kept, tp=tensor))
         result = everything(Path(sys.argv[1]), where, this)
         if this.first:
             torch.save(result, where / "found.pt")

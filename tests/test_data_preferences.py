@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,49 @@ def test_labelled_rows_get_a_mismatched_answer(tmp_path: Path) -> None:
     texts = [tokenizer.decode(found.documents[1].ids, skip_special_tokens=True) for found in data.rows]
     assert texts == [f"question {n}: answer {(n + 1) % 3}" for n in range(3)]
     assert [found.good for found in data.rows] == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+def test_tokens_are_found_again_and_made_by_several_processes(kind: Any, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    known = ["yes", "no", "perhaps", "3 and 4"]
+    words = [" ".join(draw.choices(known, k=draw.randrange(1, 9))) for _ in range(80)]
+    rows = [
+        dict(prompt=f"{n}: ", chosen=a, rejected=b, margin=n / 7)
+        if kind == "pairs"
+        else dict(prompt=f"{n}: ", completion=a, label=a < b)
+        for n, (a, b) in enumerate(zip(words[::2], words[1::2], strict=True))
+    ]
+    given: dict[str, Any] = dict(kind=kind, split_ratio=0.2, max_length=40)
+    plain = pairs_of(tmp_path, *rows, **given)
+    assert plain.report.rows_dropped and plain.report.rows_kept > 10
+    first, again, several = (
+        pairs_of(tmp_path, *rows, **given, cache=tmp_path / name, num_proc=processes)
+        for name, processes in (("cache", 1), ("cache", 1), ("other", 2))
+    )
+    assert "written for the next start" in first.report.cache and "from cache" in again.report.cache
+    for found in (first, again, several):
+        assert found.report == plain.report and found.prompts == plain.prompts
+        for data, wanted in ((found, plain), (found.evaluation, plain.evaluation)):
+            assert data.fingerprint == wanted.fingerprint
+            assert [row.shared for row in data.rows] == [row.shared for row in wanted.rows]
+    (entry,) = (tmp_path / "cache").glob("tokens-*")
+    other = pairs_of(tmp_path, *rows, **{**given, "max_length": 30}, cache=tmp_path / "cache")
+    assert "from cache" in other.report.cache and list((tmp_path / "cache").glob("tokens-*")) == [entry]
+
+
+def test_rows_are_counted_by_source(tmp_path: Path) -> None:
+    short = dict(prompt="hi ", chosen="yes", rejected="no")
+    for name, rows in (("a", [short, LONG, short]), ("b", [LONG, short])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl") + "#1"]
+    data = prepare_pairs(sources, tokenizer=toy.tokenizer(), max_length=20)
+    found = [(counts.read, counts.kept, counts.dropped) for counts in data.report.counts]
+    assert found == [(3, 2, 1), (1, 0, 1)]
+    assert [row.documents[0].origin.line for row in data.rows] == [1, 3]
+
+
+def test_a_text_file_has_no_pairs(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Once upon a time.\n")
+    with pytest.raises(UserError, match="no pair of answers"):
+        prepare_pairs([str(tmp_path / "book.txt")], tokenizer=toy.tokenizer(), max_length="auto")

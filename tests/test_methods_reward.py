@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from rich.console import Console
 from torch import nn
 
 import swiftkit
-from swiftkit.config import RewardConfig
 from swiftkit.engine import Engine, LoraSpec
 from swiftkit.engine.build import build_model
 from swiftkit.errors import UserError
 from swiftkit.methods.reward import RewardLoss, binned
 from swiftkit.methods.scoring import scores_of
 from tests import tiny
+from tests.adapters import make_base
 from tests.test_methods_dpo import CASE, CPU, assert_close, batch_of, rows, sums_and_gradients, trl_batch
 
 PAIRS = [
@@ -95,8 +96,6 @@ def test_a_reward_model_does_not_write_and_an_adapter_does_not_score(tmp_path: P
         swiftkit.sft(model=model, dataset="swiftkit::persona", init_adapter=run.adapter_dir)
     with pytest.raises(UserError, match="no reward model"):
         swiftkit.reward_model(model)
-    with pytest.raises(ValueError, match="an adapter with a head"):
-        RewardConfig(model="m", dataset=["d"], tuner_type="full")
 
 
 @pytest.mark.slow
@@ -160,3 +159,72 @@ def test_a_calibrated_model_has_no_error() -> None:
     calibrated = binned([0.75] * 75 + [0.25] * 25)
     assert calibrated["error"] == pytest.approx(0.0, abs=1e-12)
     assert binned([0.999] * 50 + [0.001] * 50)["error"] == pytest.approx(0.499)
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
+    model = tmp_path / "toy"
+    tiny.make_toy(model, template="chatml", seed=5)
+    knobs: dict[str, Any] = dict(
+        val_dataset=CASE, eval_steps=2, save_steps=2, max_steps=4, lora_dropout=0.2, max_length=200,
+        global_batch_size=3, logging_steps=1,
+    )  # fmt: skip
+    whole, _ = train(tmp_path, model, **knobs)
+    broken, _ = train(tmp_path, model, **knobs)
+    shutil.rmtree(Path(broken.folder) / "checkpoint-4")
+    again, said = train(tmp_path, model, **knobs, resume_from_checkpoint=Path(broken.folder))
+    assert "from step 2" in said and again.folder == broken.folder
+    pick = ("step", "loss", "margin", "eval_loss", "eval_accuracy", "grad_norm")
+    facts = []
+    for run in (whole, again):
+        lines = (Path(run.folder) / "logging.jsonl").read_text().splitlines()
+        facts.append([{k: line[k] for k in pick if k in line} for line in map(json.loads, lines)])
+    assert facts[0] == facts[1] and len(facts[0]) == 7
+    for name in ("checkpoint-4/adapter_model.safetensors", "calibration.json"):
+        assert Path(whole.folder, name).read_bytes() == Path(again.folder, name).read_bytes(), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_reward_model_loads_in_transformers_and_here(tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = tmp_path / "toy"
+    make_base(model, template="chatml", tie_word_embeddings=tied)
+    knobs = dict(tuner_type="full", learning_rate=1e-3)
+    run, said = train(tmp_path, model, **knobs)
+    assert "all weights" in said and "a head that scores" in said
+    checkpoint = Path(run.folder) / "checkpoint-6"
+    theirs, loading = AutoModelForSequenceClassification.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(loading[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    scorer = swiftkit.reward_model(run.folder)
+    chats = [[*pair["messages"][:1], {"role": "assistant", "content": words}]
+             for pair in PAIRS[:2] for words in (pair["messages"][1]["content"], "no idea")]  # fmt: skip
+    scores = scorer.score(chats)
+    for document, score in zip(scorer.documents(chats), scores, strict=True):
+        ids = torch.from_numpy(document.ids.astype(np.int64))[None]
+        with torch.no_grad():
+            assert float(theirs.eval()(input_ids=ids).logits) == pytest.approx(score, abs=1e-4)
+    assert all(good > bad for good, bad in zip(scores[::2], scores[1::2], strict=True))
+    again, _ = train(tmp_path, checkpoint, **knobs)
+    first, last = (
+        json.loads((Path(found.folder) / "logging.jsonl").read_text().splitlines()[at])["loss"]
+        for found, at in ((again, 0), (run, -1))
+    )
+    assert first < 0.6 and first == pytest.approx(last, abs=0.3)  # its head came with it
+    with pytest.raises(UserError, match="writes no answers"):
+        run.chat()
+    for verb in (swiftkit.sft, swiftkit.reward):
+        with pytest.raises(UserError, match="writes no answers"):
+            verb(model=checkpoint, dataset="swiftkit::persona")
+
+
+def test_a_whole_reward_model_resumes(tmp_path: Path) -> None:
+    model = tmp_path / "toy"
+    make_base(model, template="chatml", tie_word_embeddings=False)
+    knobs: dict[str, Any] = dict(tuner_type="full", learning_rate=1e-3, save_steps=2, max_steps=4)
+    whole, _ = train(tmp_path, model, **knobs)
+    broken, _ = train(tmp_path, model, **knobs)
+    shutil.rmtree(Path(broken.folder) / "checkpoint-4")
+    again, said = train(tmp_path, model, **knobs, resume_from_checkpoint=Path(broken.folder))
+    assert "from step 2" in said
+    name = "checkpoint-4/model.safetensors"
+    assert Path(whole.folder, name).read_bytes() == Path(again.folder, name).read_bytes()

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftkit.config import TrainKnobs
 from swiftkit.errors import UserError
 from swiftkit.parallel import launch, worker
-from swiftkit.parallel.launch import Launch, one_process_only, plan_launch
+from swiftkit.parallel.launch import Launch, plan_launch
 from swiftkit.train.artifact import read_model
-from swiftkit.train.checkpoint import damage
+from swiftkit.train.checkpoint import PARTS, damage
 from tests import tiny
 from tests.training import logged, losses, saved
 
@@ -174,37 +173,49 @@ def test_two_processes_train_as_one_and_go_on_as_three(inputs: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuner", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("name", "layout", "more", "tuner"),
+    [
+        (name, layout, more, tuner)
+        for name, layout, more in (
+            ("tp 2", ("--tensor_parallel_size", "2"), ()),
+            ("fsdp 2", ("--layout", "fsdp"), ("--layout", "ddp")),
+        )
+        for tuner in ("lora", "full")
+    ],
+)  # fmt: skip
 def test_a_model_cut_over_processes_trains_as_one_and_goes_on_in_other_layouts(
-    tuner: str, inputs: Path, tmp_path: Path
+    name: str, layout: tuple[str, ...], more: tuple[str, ...], tuner: str, inputs: Path, tmp_path: Path
 ) -> None:
-    """Losses, answers and files; from two parts to one process, and from one to two copies of two parts."""
+    """Losses, answers and files; from two parts to one process, and from one to four in parts."""
     one, two = tmp_path / "one", tmp_path / "two"
     steps = (
         "--max_steps", "6", "--save_steps", "3", "--tuner_type", tuner, "--sample_prompts", "say 1: ",
         "--sample_max_new_tokens", "8", "--learning_rate", "1e-2", "--eval_steps", "3",
         "--val_dataset", str(inputs / "rows.jsonl"),
     )  # fmt: skip
-    tp = ("--tensor_parallel_size", "2")
-    for output, processes, layout in ((one, 1, ()), (two, 2, tp)):
-        said, errors = start(inputs, output, *steps, *layout, processes=processes).communicate(timeout=200)
+    for output, processes, asked in ((one, 1, ()), (two, 2, layout)):
+        said, errors = start(inputs, output, *steps, *asked, processes=processes).communicate(timeout=200)
         assert "trained   loss" in said, errors
-    assert "processes 2 (tp 2), one a CPU" in said
+    assert f"processes 2 ({name}), one a CPU, each 2 with a model between them" in said
     whole = logged(run_folder(one))
     np.testing.assert_allclose(losses(logged(run_folder(two))), losses(whole), rtol=1e-5)
     answers = [json.loads((run_folder(output) / "samples.json").read_text()) for output in (one, two)]
     assert answers[0] == answers[1] and answers[0][0]["before"]
     written, wanted = (read_model(run_folder(output) / "checkpoint-6") for output in (two, one))
     assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in wanted.items()}
-    for output, processes, layout in ((one, 4, tp), (two, 1, ())):
+    parts = run_folder(two) / "checkpoint-6" / PARTS
+    assert parts.is_dir() == (tuner == "full" and name == "fsdp 2")
+    assert not parts.is_dir() or len(list(parts.glob("*.safetensors"))) == 2  # a file of each process
+    for output, processes, asked in ((one, 4, layout), (two, 1, more)):
         folder = run_folder(output)
         (folder / "checkpoint-6").rename(output / "away")
-        asked = (*steps, *layout, "--resume_from_checkpoint", "auto")
-        said, errors = start(inputs, output, *asked, processes=processes).communicate(timeout=200)
+        going_on = (*steps, *asked, "--resume_from_checkpoint", "auto")
+        said, errors = start(inputs, output, *going_on, processes=processes).communicate(timeout=200)
         assert "from step 3, 3 left" in said, said + errors
-        for name in ("loss", "eval_loss", "grad_norm"):
-            theirs = [[line[name] for line in lines if name in line] for lines in (logged(folder), whole)]
-            np.testing.assert_allclose(*theirs, rtol=1e-5, err_msg=name)
+        for value in ("loss", "eval_loss", "grad_norm"):
+            theirs = [[line[value] for line in lines if value in line] for lines in (logged(folder), whole)]
+            np.testing.assert_allclose(*theirs, rtol=1e-5, err_msg=value)
 
 
 @pytest.mark.slow
@@ -355,21 +366,3 @@ def test_dry_run_prints_what_would_start(inputs: Path, tmp_path: Path) -> None:
     assert said.startswith("2 processes, 2 on each of 1 node, over gloo"), errors
     assert "rank 1: CPU 1: swiftkit sft --model" in said and "--dry_run" not in said
     assert not list(tmp_path.glob("toy/*"))
-
-
-@pytest.mark.parametrize("verb", ["dpo", "reward"])
-@pytest.mark.parametrize("by", ["--nproc_per_node", "--tensor_parallel_size", "WORLD_SIZE", "NPROC_PER_NODE"])
-def test_a_method_of_one_process_refuses_more(verb: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    if by.startswith("--"):
-        with pytest.raises(UserError, match=rf"^{by} asks .* swiftkit {verb} runs in one"):
-            one_process_only(verb, TrainKnobs(**{by.removeprefix("--"): 2}))
-    else:
-        monkeypatch.setenv(by, "4")
-        with pytest.raises(UserError, match=f"^{by} asks"):
-            one_process_only(verb, TrainKnobs())
-        monkeypatch.setenv(by, "1")
-    one_process_only(verb, TrainKnobs(nproc_per_node=1))
-    with pytest.raises(UserError, match="always one"):
-        one_process_only(verb, TrainKnobs(dry_run=True))

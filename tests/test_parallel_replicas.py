@@ -38,16 +38,19 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 @pytest.fixture(
     scope="module",
     params=[
-        (2, 1), (2, 2), pytest.param((4, 1), marks=pytest.mark.slow),
-        pytest.param((4, 2), marks=pytest.mark.slow), pytest.param((4, 4), marks=pytest.mark.slow),
+        (2, 1, 1), (2, 2, 1), (2, 1, 2),
+        *(pytest.param((4, *parts), marks=pytest.mark.slow)
+          for parts in ((1, 1), (2, 1), (4, 1), (1, 4), (1, 2), (2, 2))),
     ],
-    ids=["ddp 2", "tp 2", "ddp 4", "tp 2 x ddp 2", "tp 4"],
+    ids=[
+        "ddp 2", "tp 2", "fsdp 2", "ddp 4", "tp 2 x ddp 2", "tp 4", "fsdp 4", "hsdp 2 x 2", "tp 2 x fsdp 2",
+    ],
 )  # fmt: skip
 def several(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    processes, tp = request.param
-    return replicas.over(processes, model, tmp_path_factory.mktemp("several") / "run", tp=tp)
+    processes, tp, shard = request.param
+    return replicas.over(processes, model, tmp_path_factory.mktemp("several") / "run", tp=tp, shard=shard)
 
 
 def check_lines(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

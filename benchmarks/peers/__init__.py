@@ -1,1 +1,1 @@
-"""One short file a peer: each trains the same workload through its own library."""
+"""One short file a peer: each trains the same workload, or quantizes the same model (`quantize_*`)."""

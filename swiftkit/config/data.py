@@ -85,7 +85,18 @@ class RowLossKnobs(Config):
     )  # fmt: skip
 
 
-class DataKnobs(RowLossKnobs, WindowKnobs):
+class PreparationKnobs(Config):
+    """How rows become tokens, which changes nothing about them."""
+
+    load_from_cache_file: bool = knob(
+        True, "tokenised and packed data are kept, and found again when nothing has changed", group="data"
+    )
+    dataset_num_proc: Annotated[int, Field(ge=1)] | Auto = knob(
+        "auto", "tokenise rows; auto is one for little data, else one a core", group="data", unit="processes"
+    )
+
+
+class DataKnobs(PreparationKnobs, RowLossKnobs, WindowKnobs):
     """From files to packed windows."""
 
     val_dataset: Many = knob([], "rows to evaluate on, written like --dataset", group="data")
@@ -100,12 +111,6 @@ class DataKnobs(RowLossKnobs, WindowKnobs):
         "a mix takes whole the data set that is scarcest for its share, and no row twice; or the most "
         "plentiful, and the others repeat",
         group="data",
-    )
-    load_from_cache_file: bool = knob(
-        True, "tokenised and packed data are kept, and found again when nothing has changed", group="data"
-    )
-    dataset_num_proc: Annotated[int, Field(ge=1)] | Auto = knob(
-        "auto", "tokenise rows; auto is one for little data, else one a core", group="data", unit="processes"
     )
 
     @model_validator(mode="after")

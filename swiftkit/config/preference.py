@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from swiftkit.config.data import RowLossKnobs, SourceKnobs, TruncationStrategy
+from swiftkit.config.data import PreparationKnobs, RowLossKnobs, SourceKnobs, TruncationStrategy
 from swiftkit.config.schema import Auto, Many, knob
 from swiftkit.config.training import LoraKnobs, ModelKnobs, SampleKnobs, TrainKnobs
 from swiftkit.config.verbs import SftConfig
@@ -16,7 +16,7 @@ REFERENCE_FREE = ("orpo", "simpo", "cpo")
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo", "cpo")
 
 
-class PairKnobs(RowLossKnobs, SourceKnobs):
+class PairKnobs(PreparationKnobs, RowLossKnobs, SourceKnobs):
     """From files to pairs of answers."""
 
     val_dataset: Many = knob([], "rows to evaluate on, written like --dataset", group="data")
@@ -117,19 +117,10 @@ class DpoConfig(SampleKnobs, PreferenceConfig):
         return self
 
 
-def _only_adapters(value: object) -> object:
-    if value == "full":
-        raise ValueError("lora: a reward model is an adapter with a head")
-    return value
-
-
 class RewardConfig(PreferenceConfig):
     """`swiftkit reward`: a model that scores answers, from chosen and rejected ones (Bradley-Terry)."""
 
     num_train_epochs: float = knob(1.0, "passes over the data", group="training", gt=0)
-    tuner_type: Annotated[Literal["lora"], BeforeValidator(_only_adapters)] = knob(
-        "lora", "what is trained beside the head: an adapter", group="adapter"
-    )
     center_rewards_coefficient: float = knob(
         0.0, "weight of (chosen + rejected)^2 in the loss, which keeps scores around 0", group="preference",
         ge=0,

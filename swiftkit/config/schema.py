@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 Auto = Literal["auto"]
-Precision = Literal["auto", "fp32", "bf16", "fp8", "nf4"]
+Precision = Literal["auto", "fp32", "bf16", "fp8", "nf4", "int8", "int4", "int3"]
 
 
 def one_or_many(value: Any) -> Any:

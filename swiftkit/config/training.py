@@ -36,7 +36,7 @@ class ModelKnobs(Config):
     base_precision: Precision = knob(
         "auto",
         "of the frozen weights; auto is fp8 on Hopper GPUs where fused layers serve the model, bf16 on other "
-        "GPUs, fp32 on a CPU",
+        "GPUs, fp32 on a CPU; of a GPTQ or AWQ folder it is what the folder holds: int8, int4 or int3",
         group="model",
     )
     nf4_compute: Literal["bf16", "fp8"] = knob(
@@ -197,6 +197,12 @@ class TrainKnobs(Config):
         "auto",
         "processes that hold one model together, each a part of every weight; auto is 1 where it fits on a "
         "GPU, else the least with which it does",
+        group="run",
+    )
+    layout: Literal["auto", "ddp", "fsdp", "hsdp"] = knob(
+        "auto",
+        "where weights lie: on every process (ddp), in parts over all, gathered layer by layer (fsdp), or in "
+        "parts over those of each machine (hsdp); auto is the first with which they fit on a GPU",
         group="run",
     )
     dry_run: bool = knob(False, "print which processes would start, and start none", group="run")

@@ -285,6 +285,12 @@ class QuantizeConfig(Config):
     )
     eval_windows: int = knob(32, "at most so many windows are judged", group="data", unit="windows", ge=1)
     seed: int = knob(42, "draws the windows", group="data", ge=0)
+    nproc_per_node: int | Auto = knob(
+        "auto",
+        "processes that are started on this machine and share the work; auto is NPROC_PER_NODE, else one a "
+        "GPU",
+        group="quantize",
+    )
     model: str | None = knob(
         None, "where an adapter's base is now, if not where the training had it", group="model"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from swiftkit.data.document import Document
 from swiftkit.data.documents import Documents, Stored
 from swiftkit.data.mix import StoppingStrategy, mixed
-from swiftkit.data.report import DataReport
+from swiftkit.data.report import DataReport, nothing_left
 from swiftkit.errors import UserError
 
 TruncationStrategy: TypeAlias = Literal["drop", "left", "right"]
@@ -106,15 +106,10 @@ def _cut(
 
 def split(documents: BySource, report: DataReport, ratio: float, seed: int) -> tuple[BySource, BySource]:
     """Training and held-out documents, each in their old order; a ratio above 0 holds out at least one."""
-    rows = sum(map(len, documents))
     if not ratio:
         return documents, []
-    if rows < 2:
-        raise UserError("--split_dataset_ratio needs at least two rows; give --val_dataset, or more rows")
-    count = min(max(1, round(rows * ratio)), rows - 1)
-    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(rows)
-    chosen = np.zeros(rows, bool)
-    chosen[np.argsort(keys, kind="stable")[:count]] = True
+    chosen = drawn(sum(map(len, documents)), ratio, seed)
+    report.rows_held_out = int(chosen.sum())
     training: BySource = []
     held_out: BySource = []
     for own, counts in zip(documents, report.counts, strict=True):
@@ -122,8 +117,39 @@ def split(documents: BySource, report: DataReport, ratio: float, seed: int) -> t
         training.append(own.take(~mine))
         held_out.append(own.take(mine))
         counts.held_out = len(held_out[-1])
-    report.rows_held_out = count
     return training, held_out
+
+
+def drawn(rows: int, ratio: float, seed: int) -> NDArray[np.bool_]:
+    """Which of so many rows a split holds out; a ratio above 0 holds out at least one.
+
+    Raises:
+        UserError: there is nothing to split.
+    """
+    chosen = np.zeros(rows, bool)
+    if not ratio:
+        return chosen
+    if rows < 2:
+        raise UserError("--split_dataset_ratio needs at least two rows; give --val_dataset, or more rows")
+    count = min(max(1, round(rows * ratio)), rows - 1)
+    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(rows)
+    chosen[np.argsort(keys, kind="stable")[:count]] = True
+    return chosen
+
+
+def check_enough_left(kept: Sized, report: DataReport, max_dropped: float) -> None:
+    """Refuse to go on without a row, or with fewer than was allowed.
+
+    Raises:
+        UserError: saying why rows were lost.
+    """
+    if not len(kept):
+        raise UserError(nothing_left(report))
+    if report.share_lost > max_dropped:
+        raise UserError(
+            f"{report.share_lost:.1%} of the rows are lost, --max_dropped allows {max_dropped:.1%}: "
+            f"{report.losses()}"
+        )
 
 
 def mix(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftkit.data.conversation import Conversation, Message
 from swiftkit.data.document import RowError
-from swiftkit.data.documents import Tokens
+from swiftkit.data.documents import STORED, Tokens
 from swiftkit.data.layout import Layout
 from swiftkit.data.lines import Row
 from swiftkit.data.render import Renderer
@@ -31,6 +33,7 @@ class Encoded:
         notes: number of a row, and what was done with it.
         errors: of bad rows, in their order.
         prompts: number of a document, and its conversation before the first answer; all unlike.
+        values: what rows have beside their documents, by the name under which it is stored, [rows].
     """
 
     tokens: Tokens
@@ -39,6 +42,20 @@ class Encoded:
     notes: list[tuple[int, str]] = field(default_factory=list)
     errors: list[RowError] = field(default_factory=list)
     prompts: list[tuple[int, list[Message]]] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a row was taken for.
+
+    Attributes:
+        examples: a document each.
+        values: as in `Encoded`, of this row.
+    """
+
+    examples: tuple[Example, ...]
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,31 @@ class Encoder:
     columns: Mapping[str, str]
     skip_bad_rows: bool
 
+    cuts_text: ClassVar[bool] = True  # text files are windows, not rows
+    stored: ClassVar[Mapping[str, type[np.generic]]] = STORED
+
+    @property
+    def kind(self) -> str:
+        """What rows are taken for, in the name of what is cached."""
+        return "examples"
+
+    @property
+    def documents_of_row(self) -> int:
+        """How many documents every row becomes."""
+        return 1
+
+    def take(self, row: Row) -> Taken:
+        """What a row is taken for.
+
+        Raises:
+            RowError: there is nothing to take it for.
+        """
+        return Taken((to_example(row, self.columns),))
+
+    def shape_of(self, taken: Taken) -> str:
+        """What the report counts the row under."""
+        return _shape_name(taken.examples[0])
+
     def rows(self, rows: Sequence[Row | RowError], *, prompts: bool) -> Encoded:
         """Encodes rows.
 
@@ -65,32 +107,38 @@ class Encoder:
         Raises:
             UserError: the first bad row, unless they are skipped; there is no chat template.
         """
-        examples: list[Example] = []
-        layouts: list[Layout] = []
+        kept: list[Taken] = []
+        layouts: list[list[Layout]] = []
         numbers: list[int] = []
         errors: list[RowError] = []
         for number, row in enumerate(rows):
             try:
                 if isinstance(row, RowError):
                     raise row
-                example = to_example(row, self.columns)
-                layouts.append(self.renderer.layout(example))
+                taken = self.take(row)
+                layouts.append([self.renderer.layout(example) for example in taken.examples])
             except RowError as error:
                 if not self.skip_bad_rows:
                     raise
                 errors.append(error)
                 continue
-            examples.append(example)
+            kept.append(taken)
             numbers.append(number)
-        found = Encoded(self.renderer.tokenise(layouts), numbers, errors=errors)
-        for example in examples:
-            shape = _shape_name(example)
+        by_document = [number for number in numbers for _ in range(self.documents_of_row)]
+        tokens = self.renderer.tokenise(list(chain.from_iterable(layouts)))
+        found = Encoded(tokens, by_document, errors=errors)
+        for taken in kept:
+            shape = self.shape_of(taken)
             found.shapes[shape] = found.shapes.get(shape, 0) + 1
+            for name, value in taken.values.items():
+                found.values.setdefault(name, []).append(value)
         found.notes = [
-            (number, words) for number, layout in zip(numbers, layouts, strict=True) for words in layout.notes
+            (number, words)
+            for number, own in zip(numbers, layouts, strict=True)
+            for words in dict.fromkeys(words for layout in own for words in layout.notes)
         ]
         if prompts:
-            found.prompts = self._prompts(examples)
+            found.prompts = self._prompts([taken.examples[0] for taken in kept])
         return found
 
     def text(self, row: Row | RowError) -> NDArray[np.int64]:
@@ -98,15 +146,16 @@ class Encoder:
         return tokens_of(row, self.renderer) if isinstance(row, Row) else np.zeros((2, 0), np.int64)
 
     def _prompts(self, examples: Sequence[Example]) -> list[tuple[int, list[Message]]]:
+        """Of the first document of each row."""
         found: list[tuple[int, list[Message]]] = []
-        for document, example in enumerate(examples):
+        for row, example in enumerate(examples):
             if len(found) >= SAMPLE_CANDIDATES:
                 break
             if not isinstance(example, Conversation) or example.tools:
                 continue
             prompt = _prompt(self.renderer.with_system(example))
             if prompt and all(prompt != known for _, known in found):
-                found.append((document, prompt))
+                found.append((row * self.documents_of_row, prompt))
         return found
 
 

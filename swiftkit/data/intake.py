@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from swiftkit.data.arrays import ArrayWriter
 from swiftkit.data.conversation import Message
 from swiftkit.data.document import Document, Origin, RowError
-from swiftkit.data.documents import STORED, Tokens
+from swiftkit.data.documents import Tokens
 from swiftkit.data.encode import SAMPLE_CANDIDATES, Encoded, Encoder
 from swiftkit.data.lines import Row, Rows
 from swiftkit.data.read import Source, is_text, parse_source, rows_of
-from swiftkit.data.render import Renderer
 from swiftkit.data.report import DataReport, SourceCounts
-from swiftkit.data.shapes import column_names
 from swiftkit.data.windows import TextWindows
 from swiftkit.data.workers import Encoding, Result, encoding
 from swiftkit.hub.files import Say
@@ -36,12 +34,10 @@ WINDOWS = "windows of a text file"
 
 def take_in(
     sources: Sequence[str],
-    renderer: Renderer,
+    encoder: Encoder,
     folder: Path,
     *,
     window: int,
-    columns: Mapping[str, str] | None = None,
-    skip_bad_rows: bool = False,
     streaming: bool = False,
     processes: int = 1,
     say: Say = print,
@@ -50,20 +46,17 @@ def take_in(
 
     Args:
         sources: as `read` takes them.
-        renderer: with tokenizer and template.
+        encoder: what rows become.
         folder: an empty folder.
         window: tokens that a text file is cut into.
-        columns: as `--columns` has it.
-        skip_bad_rows: count the rows that cannot be used, and go on.
         streaming: see `read`.
         processes: that render and tokenise; 1 is this one.
         say: told from time to time how far it is.
 
     Raises:
-        UserError: a source or (without `skip_bad_rows`) a row is wrong.
+        UserError: a source or (unless the encoder skips bad rows) a row is wrong.
     """
-    encoder = Encoder(renderer, column_names(columns or {}), skip_bad_rows)
-    writing = _Writing(ArrayWriter(folder, STORED), DataReport(list(sources)), say)
+    writing = _Writing(ArrayWriter(folder, encoder.stored), DataReport(list(sources)), say)
     try:
         with encoding(encoder, processes=processes) as encode:
             for written in sources:
@@ -86,16 +79,17 @@ class _Writing:
     files: dict[tuple[str, str], int] = field(default_factory=dict)
     prompts: list[tuple[int, list[Message]]] = field(default_factory=list)
     largest: int = -1
+    documents: int = 0
 
     def begin(self, source: str) -> None:
         self.report.counts.append(SourceCounts(source))
-        self.bounds.append(self.report.rows_read)
+        self.bounds.append(self.documents)
 
     def finish(self) -> None:
         facts: dict[str, Any] = {
             "report": self.report.state(),
             "files": list(self.files),
-            "bounds": [*self.bounds, self.report.rows_read],
+            "bounds": [*self.bounds, self.documents],
             "prompts": self.prompts,
             "largest": self.largest,
         }
@@ -113,7 +107,14 @@ class _Writing:
         self.report.skip(error)
         self.report.counts[-1].skipped += 1
 
-    def keep(self, tokens: Tokens, origins: Sequence[Origin], shapes: Mapping[str, int]) -> None:
+    def keep(
+        self,
+        tokens: Tokens,
+        origins: Sequence[Origin],
+        shapes: Mapping[str, int],
+        values: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Some rows: tokens and origins by document, shapes and values by row."""
         report, files = self.report, self.files
         self.arrays.append(
             ids=tokens.ids,
@@ -124,10 +125,13 @@ class _Writing:
             places=np.array(
                 [files.setdefault((origin.file, origin.unit), len(files)) for origin in origins], np.int32
             ),
+            **{name: np.array(own) for name, own in values.items()},
         )
         self.largest = max(self.largest, int(tokens.ids.max(initial=-1)))
-        report.rows_read += len(origins)
-        report.counts[-1].read += len(origins)
+        self.documents += len(origins)
+        rows = sum(shapes.values())
+        report.rows_read += rows
+        report.counts[-1].read += rows
         report.longest = max(report.longest, int(tokens.lengths.max(initial=0)))
         for shape, count in shapes.items():
             report.shapes[shape] = report.shapes.get(shape, 0) + count
@@ -149,7 +153,7 @@ class _Taking:
     def run(self, *, streaming: bool) -> None:
         rows = rows_of(self.source, streaming=streaming)
         for text, run in groupby(rows, key=lambda row: row.origin.file if is_text(row.origin) else None):
-            if text is None:
+            if text is None or not self.encoder.cuts_text:
                 self._take_rows(run)
             else:
                 self._take_text(run)
@@ -185,15 +189,17 @@ class _Taking:
         for number, words in found.notes:
             writing.report.note(rows[number].origin, words)
         for document, prompt in found.prompts:
-            writing.offer(writing.report.rows_read + document, prompt)
-        writing.keep(found.tokens, [rows[number].origin for number in found.numbers], found.shapes)
+            writing.offer(writing.documents + document, prompt)
+        origins = [rows[number].origin for number in found.numbers]
+        writing.keep(found.tokens, origins, found.shapes, found.values)
 
     def _take_text(self, stretches: Rows) -> None:
         """One text file as windows; no more of it is read than the limit takes."""
         windows = TextWindows(self.encoder.renderer, self.window)
         documents = windows.cut_tokens(self._tokenised(stretches))
         while some := list(islice(documents, min(BATCH_WINDOWS, self._room))):
-            self.writing.keep(_joined(some), [document.origin for document in some], {WINDOWS: len(some)})
+            origins = [document.origin for document in some]
+            self.writing.keep(_joined(some), origins, {WINDOWS: len(some)}, {})
 
     def _tokenised(self, rows: Rows) -> Iterator[tuple[Row, NDArray[np.int64]]]:
         """Stretches with their tokens; what is read ahead counts when its turn comes."""

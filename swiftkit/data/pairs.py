@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftkit.data.answers import AnswerBatch, AnswerRow, collate_answers, shared_prefix
-from swiftkit.data.choose import SILENT, TruncationStrategy, all_cut, too_long
-from swiftkit.data.conversation import Conversation, Message, TrainOn
-from swiftkit.data.document import Document, RowError
-from swiftkit.data.layout import Layout
-from swiftkit.data.lines import Row
-from swiftkit.data.preferences import Preference, to_labelled, to_pair
-from swiftkit.data.read import read
+from swiftkit.data.cache import Entry, told
+from swiftkit.data.choose import SILENT, TruncationStrategy, all_cut, check_enough_left, drawn, too_long
+from swiftkit.data.conversation import Message, TrainOn
+from swiftkit.data.document import Document
+from swiftkit.data.documents import Documents
+from swiftkit.data.encode_preferences import PreferenceEncoder, Rows
 from swiftkit.data.render import Renderer
-from swiftkit.data.report import DataReport, SourceCounts, nothing_left
+from swiftkit.data.report import DataReport
 from swiftkit.data.shapes import column_names
 from swiftkit.data.template import ThinkingHistory
-from swiftkit.errors import UserError
+from swiftkit.data.whole import NOT_KEPT, Whole, stored
+from swiftkit.hub.files import Say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AUTO_MAX_LENGTH = 4096
 SAMPLE_PROMPTS = 3
-BATCH_ROWS = 256  # that the tokenizer takes at once
 TIE = "chosen and rejected are the same, so it teaches nothing"
-Rows = Literal["pairs", "labelled"]
 
 
 class PairReport(DataReport):
@@ -137,8 +135,11 @@ def prepare_pairs(
     streaming: bool = False,
     split_ratio: float = 0.0,
     seed: int = 42,
+    num_proc: int | Literal["auto"] = 1,
+    cache: Path | None = None,
+    say: Say = print,
 ) -> Pairs:
-    """Reads, renders, cuts and splits; in this process, and in memory.
+    """Reads, renders, cuts and splits.
 
     Args:
         sources: what `read` takes.
@@ -150,117 +151,70 @@ def prepare_pairs(
         system, columns, thinking_history, skip_bad_rows, max_dropped, streaming: as for `prepare`.
         split_ratio: share of the rows held out for evaluation.
         seed: of the split.
+        num_proc, cache, say: as for `prepare`; tokens are kept, and cut anew.
 
     Raises:
         UserError: a source or a row is wrong, or none is left.
     """
     rule: TrainOn = "assistant" if kind == "pairs" else "last"  # a label is about the last answer
     renderer = Renderer(tokenizer, system=system, train_on=rule, thinking_history=thinking_history)
-    reading = _Reading(renderer, column_names(columns or {}), kind, skip_bad_rows, PairReport(list(sources)))
-    for source in sources:
-        reading.take(source, streaming=streaming)
-    report = reading.report
+    making = Whole(
+        sources=sources,
+        encoder=PreferenceEncoder(renderer, column_names(columns or {}), skip_bad_rows, kind),
+        window=AUTO_MAX_LENGTH,
+        streaming=streaming,
+        num_proc=num_proc,
+        say=say,
+    )
+    keeping, seen = making.look(cache)
+    whole = making.obtain(keeping, seen)
+    report = PairReport.of(whole.facts["report"])
+    if cache:
+        report.cache = told([whole], cache) if seen else NOT_KEPT
     report.max_length = min(max(report.longest, 2), AUTO_MAX_LENGTH) if max_length == "auto" else max_length
-    kept = _fitted(reading.found, report, truncation_strategy, renderer.bos_id)
-    if not kept:
-        raise UserError(nothing_left(report))
-    if report.share_lost > max_dropped:
-        raise UserError(
-            f"{report.share_lost:.1%} of the rows are lost, --max_dropped allows {max_dropped:.1%}: "
-            f"{report.losses()}"
-        )
-    for row in kept:
+    kept = _fitted(_rows_of(whole), report, truncation_strategy, renderer.bos_id)
+    check_enough_left(kept, report, max_dropped)
+    for row in kept.values():
         if kind == "pairs" and _is_tie(row):
             report.note(row.documents[0].origin, TIE)
-    kept, held_out = _split(kept, split_ratio, seed)
+    answers = making.encoder.documents_of_row
+    prompts = [prompt for document, prompt in whole.facts["prompts"] if document // answers in kept]
+    training, held_out = _split(kept, split_ratio, seed)
+    _count(report, [bound // answers for bound in whole.facts["bounds"]], training, held_out)
     evaluation = None
     if held_out:
         own = PairReport(list(sources), max_length=report.max_length, longest=report.longest)
         own.rows_read = len(held_out)
-        evaluation = _finished(held_out, own, kind, share_prompt)
-    report.rows_held_out = len(held_out)
-    return replace(
-        _finished(kept, report, kind, share_prompt), prompts=reading.prompts, evaluation=evaluation
-    )
+        evaluation = _finished(held_out.values(), own, kind, share_prompt)
+    found = _finished(training.values(), report, kind, share_prompt)
+    return replace(found, prompts=prompts[:SAMPLE_PROMPTS], evaluation=evaluation)
 
 
-@dataclass(slots=True)
-class _Reading:
-    """Rows on their way to tokens."""
-
-    renderer: Renderer
-    columns: Mapping[str, str]
-    kind: Rows
-    skip_bad_rows: bool
-    report: DataReport
-    found: list[AnswerRow] = field(default_factory=list)
-    prompts: list[list[Message]] = field(default_factory=list)
-
-    def take(self, source: str, *, streaming: bool) -> None:
-        """All rows of a source."""
-        self.report.counts.append(SourceCounts(source))
-        rows = read(source, on_bad=self._bad if self.skip_bad_rows else None, streaming=streaming)
-        while batch := list(islice(rows, BATCH_ROWS)):
-            self._keep(*self._laid_out(batch))
-
-    def _laid_out(self, rows: Sequence[Row]) -> tuple[list[Preference], list[list[Layout]]]:
-        preferences: list[Preference] = []
-        layouts: list[list[Layout]] = []
-        for row in rows:
-            try:
-                found = (to_pair if self.kind == "pairs" else to_labelled)(row, self.columns)
-                layouts.append([self.renderer.layout(answer) for answer in found.answers])
-            except RowError as error:
-                if not self.skip_bad_rows:
-                    raise
-                self._bad(error)
-                continue
-            preferences.append(found)
-        return preferences, layouts
-
-    def _keep(self, preferences: Sequence[Preference], layouts: Sequence[Sequence[Layout]]) -> None:
-        documents = iter(self.renderer.encode([layout for own in layouts for layout in own]))
-        report = self.report
-        for found, own in zip(preferences, layouts, strict=True):
-            row = AnswerRow(tuple(islice(documents, len(own))), np.zeros(len(own)), found.margin, found.good)
-            self.found.append(row)
-            report.rows_read += 1
-            report.counts[-1].read += 1
-            report.longest = max(report.longest, *map(len, row.documents))
-            shape = "conversations" if isinstance(found.answers[0], Conversation) else "plain texts"
-            shape = f"{shape}, {'pairs' if self.kind == 'pairs' else 'labelled'}"
-            report.shapes[shape] = report.shapes.get(shape, 0) + 1
-            for words in {words for layout in own for words in layout.notes}:
-                report.note(found.origin, words)
-            self._offer(found)
-
-    def _offer(self, found: Preference) -> None:
-        """Remember the prompt of one of the first rows."""
-        answer = found.answers[0]
-        if len(self.prompts) >= SAMPLE_PROMPTS or not isinstance(answer, Conversation) or answer.tools:
-            return
-        messages = self.renderer.with_system(answer).messages
-        roles = [message["role"] for message in messages]
-        prompt = messages[: roles.index("assistant")]
-        if any(message["role"] == "user" for message in prompt) and prompt not in self.prompts:
-            self.prompts.append(prompt)
-
-    def _bad(self, error: RowError) -> None:
-        self.report.skip(error)
-        self.report.counts[-1].skipped += 1
+def _rows_of(whole: Entry) -> list[AnswerRow]:
+    """The rows as they were tokenised; their tokens stay on the disk."""
+    margins, good = whole.arrays["margins"].tolist(), whole.arrays["good"].tolist()
+    store = stored(whole)
+    documents = Documents.whole(store, np.arange(len(store.lengths)))
+    answers = len(documents) // max(len(margins), 1)
+    return [
+        AnswerRow(
+            tuple(documents[row * answers : (row + 1) * answers]), np.zeros(answers), margins[row], good[row]
+        )
+        for row in range(len(margins))
+    ]
 
 
 def _fitted(
     rows: Sequence[AnswerRow], report: DataReport, strategy: TruncationStrategy, bos_id: int | None
-) -> list[AnswerRow]:
-    """The rows whose every answer fits, cut or whole; the report counts the others."""
-    kept: list[AnswerRow] = []
-    for row in rows:
+) -> dict[int, AnswerRow]:
+    """The rows whose every answer fits, cut or whole, by their number; the report counts the others."""
+    kept: dict[int, AnswerRow] = {}
+    for number, row in enumerate(rows):
         documents = _cut(row.documents, report.max_length, strategy, bos_id)
         if isinstance(documents, str):
             report.drop(row.documents[0].origin, documents)
         else:
-            kept.append(replace(row, documents=documents))
+            kept[number] = replace(row, documents=documents)
     return kept
 
 
@@ -291,23 +245,41 @@ def _is_tie(row: AnswerRow) -> bool:
     return np.array_equal(chosen.ids, rejected.ids) and np.array_equal(chosen.trained, rejected.trained)
 
 
-def _split(rows: list[AnswerRow], ratio: float, seed: int) -> tuple[list[AnswerRow], list[AnswerRow]]:
+def _split(
+    rows: dict[int, AnswerRow], ratio: float, seed: int
+) -> tuple[dict[int, AnswerRow], dict[int, AnswerRow]]:
     """Rows to train on and held-out ones, each in their old order, as `choose.split` draws them."""
-    if not ratio:
-        return rows, []
-    if len(rows) < 2:
-        raise UserError("--split_dataset_ratio needs at least two rows; give --val_dataset, or more rows")
-    count = min(max(1, round(len(rows) * ratio)), len(rows) - 1)
-    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(len(rows))
-    chosen = set(np.argsort(keys, kind="stable")[:count].tolist())
+    chosen = drawn(len(rows), ratio, seed)
+    numbered = list(enumerate(rows.items()))
     return (
-        [row for place, row in enumerate(rows) if place not in chosen],
-        [row for place, row in enumerate(rows) if place in chosen],
+        dict(item for place, item in numbered if not chosen[place]),
+        dict(item for place, item in numbered if chosen[place]),
     )
 
 
-def _finished(rows: Sequence[AnswerRow], report: DataReport, kind: Rows, share_prompt: bool) -> Pairs:
+def _count(
+    report: DataReport,
+    bounds: Sequence[int],
+    training: Mapping[int, AnswerRow],
+    held_out: Mapping[int, AnswerRow],
+) -> None:
+    """What became of the rows of each source.
+
+    Args:
+        report: takes the counts.
+        bounds: for each source its first row, and at last the number of rows.
+        training, held_out: rows by their number.
+    """
+    report.rows_held_out = len(held_out)
+    for counts, start, stop in zip(report.counts, bounds, bounds[1:], strict=False):
+        counts.kept = sum(start <= number < stop for number in training)
+        counts.held_out = sum(start <= number < stop for number in held_out)
+        counts.dropped = counts.read - counts.kept - counts.held_out
+
+
+def _finished(found: Iterable[AnswerRow], report: DataReport, kind: Rows, share_prompt: bool) -> Pairs:
     """Rows with what they share, counted."""
+    rows = list(found)
     if kind == "labelled":
         rows = _mismatched(rows, report.max_length)
     elif share_prompt:
@@ -315,8 +287,6 @@ def _finished(rows: Sequence[AnswerRow], report: DataReport, kind: Rows, share_p
     report.rows_kept = report.windows = len(rows)
     report.tokens = sum(row.tokens for row in rows)
     report.trained_tokens = sum(document.targets for row in rows for document in row.documents)
-    if len(report.counts) == 1:
-        report.counts[0].kept = len(rows)
     return Pairs(tuple(rows), report.max_length, report, [])
 
 

@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 
 from swiftkit.data.arrays import Arrays, write_arrays
 from swiftkit.data.batch import PackedBatch, collate
-from swiftkit.data.cache import DataCache, Entry, Sources, key_of, look_at, told
-from swiftkit.data.choose import BySource, TruncationStrategy, fitted, mix, split
+from swiftkit.data.cache import Entry, key_of, told
+from swiftkit.data.choose import BySource, TruncationStrategy, check_enough_left, fitted, mix, split
 from swiftkit.data.conversation import Message, TrainOn
 from swiftkit.data.document import Document
-from swiftkit.data.documents import Documents, Stored
-from swiftkit.data.intake import take_in
+from swiftkit.data.documents import Documents
+from swiftkit.data.encode import Encoder
 from swiftkit.data.mix import StoppingStrategy
 from swiftkit.data.pack import Windows, one_each, pack_windows
-from swiftkit.data.read import has_text
 from swiftkit.data.render import Renderer
-from swiftkit.data.report import DataReport, nothing_left
+from swiftkit.data.report import DataReport
+from swiftkit.data.shapes import column_names
 from swiftkit.data.template import ThinkingHistory
-from swiftkit.data.workers import processes_for
-from swiftkit.errors import UserError
+from swiftkit.data.whole import NOT_KEPT, Whole, stored
 from swiftkit.hub.files import Say
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 AUTO_MAX_LENGTH = 4096
 SAMPLE_PROMPTS = 3
-NOT_KEPT = "none: what is streamed, or has no fingerprint, cannot be told before it is read"
 PARTS = ("training", "evaluation")
 
 
@@ -161,86 +159,49 @@ def prepare(
         train_on=knobs.train_on,
         thinking_history=knobs.thinking_history,
     )
-    making = _Making(sources, knobs, renderer, num_proc, say)
-    seen = look_at(sources, streaming=knobs.streaming) if cache else None
-    keeping = DataCache(cache if seen else None, say)
-    names = making.names(seen) if seen else ("", "")
-    whole = keeping.obtain(names[0], partial(making.whole, seen))
-    chosen = keeping.obtain(names[1], partial(making.chosen, whole))
+    encoder = Encoder(renderer, column_names(knobs.columns or {}), knobs.skip_bad_rows)
+    making = Whole(
+        sources=sources,
+        encoder=encoder,
+        window=knobs.text_window,
+        streaming=knobs.streaming,
+        num_proc=num_proc,
+        say=say,
+    )
+    keeping, seen = making.look(cache)
+    whole = making.obtain(keeping, seen)
+    name = f"windows-{key_of([making.key(seen), asdict(knobs)])}" if seen else ""
+    chosen = keeping.obtain(name, partial(_choose, knobs, renderer.bos_id, whole))
     prepared = _opened(whole, chosen)
     if cache:
         prepared.report.cache = told([whole, chosen], cache) if seen else NOT_KEPT
     return prepared
 
 
-@dataclass(frozen=True, slots=True)
-class _Making:
-    """The two steps: whole documents from sources, and of these the ones that a run takes, in windows."""
-
-    sources: Sequence[str]
-    knobs: Settings
-    renderer: Renderer
-    num_proc: int | Literal["auto"]
-    say: Say
-
-    def names(self, seen: Sources) -> tuple[str, str]:
-        """A name for the result of each step, by all that it depends on."""
-        knobs = self.knobs
-        whole = key_of(
-            [
-                seen.contents,
-                self.renderer.identity(),
-                knobs.text_window if has_text(self.sources) else None,
-                sorted((knobs.columns or {}).items()),
-                knobs.skip_bad_rows,
-            ]
-        )
-        return f"tokens-{whole}", f"windows-{key_of([whole, asdict(knobs)])}"
-
-    def whole(self, seen: Sources | None, folder: Path) -> None:
-        """Writes whole documents."""
-        knobs = self.knobs
-        take_in(
-            self.sources,
-            self.renderer,
-            folder,
-            window=knobs.text_window,
-            columns=knobs.columns,
-            skip_bad_rows=knobs.skip_bad_rows,
-            streaming=knobs.streaming,
-            processes=processes_for(self.sources) if self.num_proc == "auto" else self.num_proc,
-            say=self.say,
-        )
-        if seen:
-            seen.check_unchanged()
-
-    def chosen(self, whole: Entry, folder: Path) -> None:
-        """Writes which documents are taken, how they are cut, and their windows."""
-        knobs, stored = self.knobs, _stored(whole)
-        report = DataReport.of(whole.facts["report"])
-        report.settings = {"train_on": knobs.train_on, "thinking_history": knobs.thinking_history}
-        report.max_length = knobs.max_length if knobs.max_length != "auto" else _longest(report)
-        documents = fitted(stored, report, knobs.truncation_strategy, bos_id=self.renderer.bos_id)
-        _check_enough_left(documents, report, knobs.max_dropped)
-        prompts = [
-            prompt for row, prompt in whole.facts["prompts"] if any(row in own.rows for own in documents)
-        ]
-        documents, held_out = split(documents, report, knobs.split_ratio, knobs.seed)
-        if knobs.interleave_prob:
-            documents = mix(documents, report, knobs.interleave_prob, knobs.stopping_strategy, knobs.seed)
-        for rows, counts in zip(documents, report.counts, strict=True):
-            counts.kept = len(rows) - counts.repeated
-        report.rows_kept = sum(counts.kept for counts in report.counts)
-        parts = [_Part(Documents.joined(documents), report)]
-        if held_out:
-            parts.append(_Part(Documents.joined(held_out), _report_of_evaluation(held_out, report)))
-        arrays: Arrays = {}
-        facts: dict[str, Any] = {"prompts": prompts[:SAMPLE_PROMPTS]}
-        for name, part in zip(PARTS, parts, strict=False):
-            part.pack(packing=knobs.packing)
-            arrays |= {f"{name}-{key}": array for key, array in part.arrays().items()}
-            facts[name] = part.facts()
-        write_arrays(folder, arrays, facts)
+def _choose(knobs: Settings, bos_id: int | None, whole: Entry, folder: Path) -> None:
+    """Writes which documents are taken, how they are cut, and their windows."""
+    report = DataReport.of(whole.facts["report"])
+    report.settings = {"train_on": knobs.train_on, "thinking_history": knobs.thinking_history}
+    report.max_length = knobs.max_length if knobs.max_length != "auto" else _longest(report)
+    documents = fitted(stored(whole), report, knobs.truncation_strategy, bos_id=bos_id)
+    check_enough_left(Documents.joined(documents), report, knobs.max_dropped)
+    prompts = [prompt for row, prompt in whole.facts["prompts"] if any(row in own.rows for own in documents)]
+    documents, held_out = split(documents, report, knobs.split_ratio, knobs.seed)
+    if knobs.interleave_prob:
+        documents = mix(documents, report, knobs.interleave_prob, knobs.stopping_strategy, knobs.seed)
+    for rows, counts in zip(documents, report.counts, strict=True):
+        counts.kept = len(rows) - counts.repeated
+    report.rows_kept = sum(counts.kept for counts in report.counts)
+    parts = [_Part(Documents.joined(documents), report)]
+    if held_out:
+        parts.append(_Part(Documents.joined(held_out), _report_of_evaluation(held_out, report)))
+    arrays: Arrays = {}
+    facts: dict[str, Any] = {"prompts": prompts[:SAMPLE_PROMPTS]}
+    for name, part in zip(PARTS, parts, strict=False):
+        part.pack(packing=knobs.packing)
+        arrays |= {f"{name}-{key}": array for key, array in part.arrays().items()}
+        facts[name] = part.facts()
+    write_arrays(folder, arrays, facts)
 
 
 @dataclass(slots=True)
@@ -272,16 +233,6 @@ def _longest(report: DataReport) -> int:
     return min(max(report.longest, 2), AUTO_MAX_LENGTH)
 
 
-def _check_enough_left(documents: BySource, report: DataReport, max_dropped: float) -> None:
-    if not any(map(len, documents)):
-        raise UserError(nothing_left(report))
-    if report.share_lost > max_dropped:
-        raise UserError(
-            f"{report.share_lost:.1%} of the rows are lost, --max_dropped allows {max_dropped:.1%}: "
-            f"{report.losses()}"
-        )
-
-
 def _report_of_evaluation(held_out: BySource, whole: DataReport) -> DataReport:
     """A report of their own for the rows that a split held out."""
     report = DataReport(list(whole.sources), settings=whole.settings, max_length=whole.max_length)
@@ -290,13 +241,9 @@ def _report_of_evaluation(held_out: BySource, whole: DataReport) -> DataReport:
     return report
 
 
-def _stored(whole: Entry) -> Stored:
-    return Stored(whole.arrays, whole.facts["files"], whole.facts["bounds"])
-
-
 def _opened(whole: Entry, chosen: Entry) -> Prepared:
     """What the two steps have written, mapped into memory."""
-    stored = _stored(whole)
+    documents = stored(whole)
     found: Prepared | None = None
     for name in reversed(PARTS):
         facts = chosen.facts.get(name)
@@ -310,7 +257,7 @@ def _opened(whole: Entry, chosen: Entry) -> Prepared:
         windows = Windows(own.pop("members"), own.pop("bounds"))
         report = DataReport.of(facts["report"])
         found = Prepared(
-            documents=Documents(stored, **own),
+            documents=Documents(documents, **own),
             windows=windows,
             max_length=report.max_length,
             report=report,

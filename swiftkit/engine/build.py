@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.linear import Linear, LoraLinear
 from swiftkit.engine.outliers import choose_carried
+from swiftkit.engine.sharded import Sharded
 from swiftkit.engine.tensor_parallel import TensorParallel, check_tensor_parallel
 from swiftkit.errors import UserError
-from swiftkit.formats.full import FullSpec
-from swiftkit.formats.peft import FACTORS, MAGNITUDE, LoraSpec
+from swiftkit.formats.full import JUDGES, FullSpec
+from swiftkit.formats.packing import packing_of
+from swiftkit.formats.peft import FACTORS, MAGNITUDE, SCORE, LoraSpec
+from swiftkit.formats.quantized import QuantizedWeights, open_weights
 from swiftkit.formats.weights import Weights
 from swiftkit.parallel.shards import Shard
 from swiftkit.support import OUTSIDE_LAYERS, check
@@ -35,8 +38,8 @@ def describe(folder: Path) -> Any:
     """The model's transformers config.
 
     Raises:
-        UserError: for a folder without a config that can be read, quantized weights, or a family that is
-            not served.
+        UserError: for a folder without a config that can be read, weights quantized in a way that is not
+            read, or a family that is not served.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -50,11 +53,10 @@ def describe(folder: Path) -> Any:
         raise UserError(f"{path}: {str(unknown).splitlines()[0]}") from None
     except StrictDataclassError as odd:  # its last line names the field
         raise UserError(f"{path}: {str(odd).splitlines()[-1].strip()}") from None
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        # Weights of another storage under the usual names would load, and be wrong, without a word.
-        kind = dict(quantization).get("quant_method", "of an unknown kind")
-        raise UserError(f"{path}: the weights are quantized ({kind}); give the model in bf16 or fp32 instead")
+    try:
+        packing_of(config)
+    except UserError as refusal:
+        raise UserError(f"{path}: {refusal}") from None
     logit_rule(config)
     return config
 
@@ -72,6 +74,7 @@ def build_model(
     tokens: int = 0,
     new_rows: NewRows | None = None,
     tp: TensorParallel | None = None,
+    sharded: Sharded | None = None,
 ) -> nn.Module:
     """A causal language model with our linears and attention; what is trained requires a gradient.
 
@@ -82,49 +85,69 @@ def build_model(
         lora: the adapter to add, or None.
         full: every weight is trained, or None.
         seed: of the adapter's first values.
-        base: storage of the frozen weights of the blocks.
+        base: storage of the frozen weights of the blocks; what a folder holds packed stays so with `int`, and
+            is unpacked for `plain`.
         fused: whether decoder layers are exchanged whole for fused ones; None does so on a GPU, where the
-            family and the adapter allow it, and compiles the others.
+            family and the adapter allow it, and compiles the others. They have no `int` base.
         tokens: of the largest micro-batch, from which fused layers choose what they keep for the backward; 0
             leaves memory out of account.
         new_rows: their embeddings start as the mean of these older ones; without any, of all.
         tp: the ranks that the model is cut over; this process builds and reads its own part alone.
+        sharded: the ranks that keep the weights in parts; each layer is whole here while it is built.
 
     Raises:
         UserError: when the files do not fit the config, the adapter not the base, or the model cannot be cut.
     """
     spec = full if lora is None else lora
-    check(set() if spec is None else spec.features, _precision(base))
     config = describe(folder)
-    model = skeleton(config, None if spec is None else spec.vocabulary)
+    check(set() if spec is None else spec.features, _precision(base, config))
+    model = skeleton(config, None if spec is None else spec.vocabulary, writes=writes(full))
     whole = set() if lora is None else trained_whole(model, lora)
     if tp is not None:
         check_tensor_parallel(config, tp.ranks.size, spec=spec, quantized=base != "plain")
         tp.cut(model)
     on_gpu = device.type == "cuda"
-    has_fused = full is None and bool(fused or (fused is None and on_gpu))
+    has_fused = full is None and base != "int" and bool(fused or (fused is None and on_gpu))
     if has_fused:
         by_rank = None if lora is None else lora.scaled_by_rank()
         has_fused = fuse_layers(
-            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused), tp=tp
-        )
-    exchange(model, None if has_fused else lora, base, {} if tp is None else tp.shardings)
+            model, by_rank, base=base, dtype=dtype, device=device, tokens=tokens, required=bool(fused), tp=tp,
+            parts=1 if sharded is None else sharded.ranks.size,
+        )  # fmt: skip
+    weights = open_weights(folder, config)
+    packed = weights.packed if isinstance(weights, QuantizedWeights) else frozenset()
+    assert packed or base != "int", "only a quantized folder has codes"
+    exchange(model, None if has_fused else lora, base, {} if tp is None else tp.shardings, packed)
     make_buffers(model, device)
-    load_weights(
-        model, Weights(folder), dtype=dtype, device=device, rows=config.vocab_size, new_rows=new_rows or {},
-        shards={} if tp is None else tp.shards,
-    )  # fmt: skip
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear | FrozenLinear):
-            module.reset_adapter(name=name, seed=seed, device=device)
-        for parameter in module.parameters(recurse=False) if full or name in whole else ():
-            parameter.requires_grad_(True)
-    if lora is not None and lora.scores:
-        model.score = score_head(config, seed=seed, device=device)
-    if "fp8" in base:
-        choose_carried(model, vocabulary=config.vocab_size, device=device)
+    shards: Mapping[str, Shard] = {} if tp is None else tp.shards
+    sources = _sources(model, weights, config.vocab_size, shards)
+
+    def fill(wanted: Callable[[str], bool]) -> None:
+        chosen = [(source, names) for source, names in sources if wanted(names[0].rpartition(".")[0])]
+        load_weights(
+            model, weights, chosen, dtype=dtype, device=device, rows=config.vocab_size,
+            new_rows=new_rows or {}, shards=shards,
+        )  # fmt: skip
+        for name, module in model.named_modules():
+            if not wanted(name):
+                continue
+            if isinstance(module, LoraLinear | FrozenLinear):
+                module.reset_adapter(name=name, seed=seed, device=device)
+            for parameter in module.parameters(recurse=False) if full or name in whole else ():
+                parameter.requires_grad_(True)
+
+    if sharded is not None:
+        sharded.build(model, fill, device=device, adapter=full is None, observes="fp8" in base)
+    else:
+        fill(lambda _: True)
+        if "fp8" in base:
+            choose_carried(model, vocabulary=config.vocab_size, device=device)
+    if spec is not None and spec.scores:
+        model.score = score_head(config, seed=seed, device=device, weights=None if lora else Weights(folder))
     if on_gpu and not has_fused and base == "plain":
         compile_layers(model)
+    if sharded is not None:
+        sharded.close(model, adapter=full is None)
     return model.train()
 
 
@@ -151,27 +174,40 @@ def check_model(
     """
     config = describe(folder)
     check_tensor_parallel(config, tensor_parallel_size, spec=spec, quantized=quantized)
-    model = skeleton(config, None if spec is None else spec.vocabulary)
+    whole = spec if isinstance(spec, FullSpec) else None
+    model = skeleton(config, None if spec is None else spec.vocabulary, writes=writes(whole))
     lora = spec if isinstance(spec, LoraSpec) else None
     if lora is not None:
         trained_whole(model, lora)
     exchange(model, lora)
-    _sources(model, Weights(folder), config.vocab_size, {})
+    _sources(model, open_weights(folder, config), config.vocab_size, {})
     return config
 
 
-def skeleton(config: Any, vocabulary: int | None = None) -> nn.Module:
+def writes(full: FullSpec | None) -> bool:
+    """Whether the output head is used: not by a whole model that is trained to score."""
+    return full is None or not full.scores
+
+
+def is_judge(config: Any) -> bool:
+    """Whether a model's config is that of a reward model, which has no output head."""
+    return any(name.endswith(JUDGES) for name in config.architectures or ())
+
+
+def skeleton(config: Any, vocabulary: int | None = None, *, writes: bool = True) -> nn.Module:
     """The model as transformers describes it, without memory: everything is on the meta device.
 
     Args:
         config: of transformers.
         vocabulary: rows of embedding and head, where they are more.
+        writes: whether the output head is used; else the embedding stands in for it, which is there anyhow.
     """
     from transformers import AutoModelForCausalLM
 
     attention.register()
     config = copy.deepcopy(config)
     config.vocab_size = max(config.vocab_size, vocabulary or 0)
+    config.tie_word_embeddings = config.tie_word_embeddings or not writes
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
@@ -202,23 +238,30 @@ def is_tied(model: nn.Module) -> bool:
     return head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
 
 
-def score_head(config: Any, *, seed: int, device: torch.device) -> nn.Linear:
+def score_head(config: Any, *, seed: int, device: torch.device, weights: Weights | None = None) -> nn.Linear:
     """The head of a reward model, drawn as transformers draws it; it computes in float32.
 
     Args:
         config: of transformers.
         seed: the run's.
         device: where it computes.
+        weights: of a base that may be a reward model, whose head it then is.
     """
     width = int(config.hidden_size)
     head = nn.Linear(width, 1, bias=False, device="meta")
     spread = float(getattr(config, "initializer_range", None) or 0.02)
-    first = torch.randn((1, width), generator=torch.Generator().manual_seed(seed)) * spread
+    if weights is not None and SCORE in weights.names():
+        first = weights.read(SCORE).float()
+    else:
+        first = torch.randn((1, width), generator=torch.Generator().manual_seed(seed)) * spread
     head.weight = nn.Parameter(first.to(device))
     return head
 
 
-def _precision(base: BaseKind) -> str:
+def _precision(base: BaseKind, config: Any) -> str:
+    packing = packing_of(config)
+    if base == "int" and packing is not None:
+        return packing.precision
     return base.partition("-")[0] if base != "plain" else "bf16"
 
 
@@ -243,6 +286,7 @@ def make_buffers(model: nn.Module, device: torch.device) -> None:
 def load_weights(
     model: nn.Module,
     weights: Weights,
+    sources: Sequence[tuple[str, list[str]]],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -250,23 +294,26 @@ def load_weights(
     new_rows: NewRows,
     shards: Mapping[str, Shard],
 ) -> None:
-    """Fill every base parameter from its file, one tensor at a time; tied parameters stay one.
+    """Fill base parameters from their files, one tensor at a time; tied parameters stay one.
 
     Args:
         model: on the meta device.
         weights: of the base.
+        sources: the file's name of each of them, and all the names that the model has for it.
         dtype, device: of the parameters.
         rows: of embedding and head in the files.
         new_rows: see `build_model`.
         shards: of parameters that are parts of what the file has; nothing else of it is read.
-
-    Raises:
-        UserError: naming tensors that are missing or have another shape.
     """
     ends = _vocabulary_matrices(model)
     size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    for source, names in _sources(model, weights, rows, shards):
+    for source, names in sources:
         shard = shards.get(names[0])
+        owner = model.get_submodule(names[0].rpartition(".")[0])
+        if isinstance(owner, Linear) and owner.kind == "int" and source.endswith(".weight"):
+            assert isinstance(weights, QuantizedWeights)
+            owner.load_codes(weights.codes(source), dtype=dtype, device=device)
+            continue
         if ends.intersection(names) and (new_rows or rows != size):
             tensor = _with_rows(weights.read(source), size, new_rows)
             tensor = tensor if shard is None else shard.take(tensor)
@@ -296,7 +343,11 @@ def _with_rows(matrix: Tensor, size: int, new_rows: NewRows) -> Tensor:
 def _sources(
     model: nn.Module, weights: Weights, rows: int, shards: Mapping[str, Shard]
 ) -> list[tuple[str, list[str]]]:
-    """The file's name of each base parameter, and all the names that the model has for it."""
+    """The file's name of each base parameter, and all the names that the model has for it.
+
+    Raises:
+        UserError: naming tensors that are missing or have another shape.
+    """
     available = weights.names()
     found: list[tuple[str, list[str]]] = []
     missing: list[str] = []

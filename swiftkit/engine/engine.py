@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from swiftkit.engine.batch import Batch
 from swiftkit.engine.build import NewRows, build_model, is_tied, trained_parameters
@@ -18,12 +19,14 @@ from swiftkit.engine.fused.base import BaseKind
 from swiftkit.engine.fused.projection import FrozenLinear
 from swiftkit.engine.head import Head
 from swiftkit.engine.linear import Linear, LoraLinear
+from swiftkit.engine.sharded import Sharded
 from swiftkit.engine.tensor_parallel import TensorParallel
 from swiftkit.engine.vocabulary import Vocabulary
 from swiftkit.errors import UserError
 from swiftkit.formats.full import FullSpec
 from swiftkit.formats.peft import LoraSpec
 from swiftkit.parallel.collectives import Ranks
+from swiftkit.parallel.shards import Shard
 
 Sums = dict[str, Tensor]
 Loss = Callable[[Head, Tensor, Batch], Sums]
@@ -37,24 +40,31 @@ class Engine:
         model: what `build_model` makes.
         base: storage of its frozen weights; with FP8 products the head's gradient is one as well.
         tp: how the model is cut over ranks; None where it is whole.
+        sharded: how its weights lie in parts on ranks while they do not compute; None where they stay.
     """
 
-    def __init__(self, model: nn.Module, base: BaseKind = "plain", tp: TensorParallel | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        base: BaseKind = "plain",
+        tp: TensorParallel | None = None,
+        sharded: Sharded | None = None,
+    ):
         self.model = model
-        self.tp = tp
+        self.tp, self.sharded = tp, sharded
         self.config = model.config
-        weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         # A copy in FP8 would not follow a head that is trained.
         self.head = Head(
-            weight,
+            head.weight if sharded is None else head,
             logit_rule(model.config),
-            fp8="fp8" in base and not weight.requires_grad,
+            fp8="fp8" in base and not head.weight.requires_grad,
             vocabulary=None if tp is None else Vocabulary(tp.cuts.vocabulary, tp.ranks),
         )
         self.device = self.head.weight.device
         fused = any(isinstance(module, FusedDecoderLayer) for module in model.modules())
         self.layers = "fused" if fused else "plain"  # for people
-        self.parameters = trained_parameters(model)
+        self.parameters = trained_parameters(model) if sharded is None else sharded.parameters
         self.tied = is_tied(model)  # whether the output head is the embedding
         self.linear_names = [
             name for name, module in model.named_modules() if isinstance(module, Linear | FrozenLinear)
@@ -75,14 +85,20 @@ class Engine:
         tokens: int = 0,
         new_rows: NewRows | None = None,
         tp: dist.ProcessGroup | None = None,
+        shard: DeviceMesh | None = None,
     ) -> Engine:
         """Build from a model folder; see `build_model`.
 
         With `tp`, a group of several ranks, each of them calls this, and everything after it, alike: same
         arguments, same batches. Batches, loss, hidden states and logits are whole on each; `parameters` are
         this rank's parts.
+
+        With `shard`, see `Sharded`, each rank calls everything alike too, but with rows of its own; `hidden`
+        equally often. Where all weights are trained, `parameters` are this rank's parts.
         """
         cut = None if tp is None or tp.size() == 1 else TensorParallel(Ranks.of(tp))
+        sharded = None if shard is None or shard.size() == 1 else Sharded(shard)
+        assert cut is None or sharded is None or full is None, "parts of parts of trained weights"
         model = build_model(
             folder,
             dtype=dtype,
@@ -95,8 +111,24 @@ class Engine:
             tokens=tokens,
             new_rows=new_rows,
             tp=cut,
+            sharded=sharded,
         )
-        return cls(model, base, cut)
+        return cls(model, base, cut, sharded)
+
+    @property
+    def cut(self) -> TensorParallel | Sharded | None:
+        """How what is trained is cut over ranks; None where each has all of it."""
+        return self.sharded if self.parts else self.tp
+
+    @property
+    def parts(self) -> dict[str, Shard]:
+        """This rank's part of each trained tensor that lies in parts, with its gradient and its moments."""
+        return {} if self.sharded is None else self.sharded.shards
+
+    @property
+    def unsummed(self) -> list[Tensor]:
+        """What is trained and has, after `forward_backward`, the gradient of this rank's rows alone."""
+        return [parameter for name, parameter in self.parameters.items() if name not in self.parts]
 
     @property
     def starts(self) -> dict[str, Tensor]:
@@ -109,14 +141,16 @@ class Engine:
         }
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """The trained tensors as one process would have them; every rank of `tp` must call it."""
-        tp = self.tp
-        return {name: p.detach() if tp is None else tp.whole(name, p) for name, p in self.parameters.items()}
+        """The trained tensors as one process would have them; every rank of `cut` must call it."""
+        cut = self.cut
+        return {
+            name: p.detach() if cut is None else cut.whole(name, p) for name, p in self.parameters.items()
+        }
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the whole gradient, [] float32, on the device; every rank of `tp` must call it."""
-        if self.tp is not None:
-            return self.tp.gradient_norm(self.parameters)
+        """The norm of the whole gradient, [] float32, on the device; every rank of `cut` must call it."""
+        if self.cut is not None:
+            return self.cut.gradient_norm(self.parameters)
         return gradient_norm(self.parameters.values())
 
     @torch.no_grad()
@@ -128,16 +162,19 @@ class Engine:
         for name, tensor in tensors.items():
             parameter = self.parameters[name]
             shape = tuple(parameter.shape)
-            shape = shape if self.tp is None else self.tp.whole_shape(name, shape)
+            shape = shape if self.cut is None else self.cut.whole_shape(name, shape)
             if tensor.shape != shape:
                 raise UserError(
                     f"the adapter does not fit this model: {name} is {list(tensor.shape)}, "
                     f"the model asks for {list(shape)}"
                 )
-            parameter.copy_(tensor if self.tp is None else self.tp.own(name, tensor))
+            parameter.copy_(tensor if self.cut is None else self.cut.own(name, tensor))
 
     def hidden(self, batch: Batch) -> Tensor:
         """Last hidden states after the final norm, [tokens, hidden]."""
+        return self._hidden(batch) if self.sharded is None else self.sharded(lambda: self._hidden(batch))
+
+    def _hidden(self, batch: Batch) -> Tensor:
         inner = self.model.base_model
         output: Any = inner(  # type: ignore[operator]
             input_ids=batch.input_ids[None],
@@ -156,7 +193,8 @@ class Engine:
             loss: the method's loss.
             denominator: of the whole step, for example its trained tokens, so that a step does not depend on
                 how it is cut into micro-batches. Ranks of `tp` have the same batches; their partial gradients
-                are summed here, once, so call it once a step.
+                are summed here, once, so call it once a step. Ranks of `shard` have batches of their own, any
+                number of them; gradients of parts are summed over them here as well.
 
         Raises:
             UserError: when the device's memory is full.
@@ -166,10 +204,11 @@ class Engine:
         """
         totals: Sums = {}
         try:
-            for batch in microbatches:
-                sums = loss(self.head, self.hidden(batch), batch)
+            for batch in microbatches if self.sharded is None else self.sharded.passes(list(microbatches)):
+                sums = self._pass(batch, loss)
                 (sums["loss"] / denominator).backward()
-                _add(totals, sums)
+                if batch is not None:
+                    _add(totals, sums)
             if self.tp is not None:
                 self.tp.reduce_gradients(self.parameters)
         except torch.OutOfMemoryError as full:
@@ -184,11 +223,26 @@ class Engine:
         self.model.eval()
         totals: Sums = {}
         try:
-            for batch in microbatches:
-                _add(totals, loss(self.head, self.hidden(batch), batch))
+            for batch in microbatches if self.sharded is None else self.sharded.rounds(microbatches):
+                sums = self._pass(batch, loss)
+                if batch is not None:
+                    _add(totals, sums)
         finally:
             self.model.train(training)
         return totals
+
+    def _pass(self, batch: Batch | None, loss: Loss) -> Sums:
+        """The loss's sums; without a batch one that is zero, with zero gradients of all that is trained."""
+        if self.sharded is None:
+            assert batch is not None
+            return loss(self.head, self._hidden(batch), batch)
+        if batch is None:
+            batch, loss = self.sharded.filler(self.device), _nothing
+        return self.sharded(lambda: loss(self.head, self._hidden(batch), batch))
+
+
+def _nothing(head: Head, hidden: Tensor, batch: Batch) -> Sums:
+    return {"loss": 0.0 * head.cross_entropy(hidden[batch.positions], batch.targets)}
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -22,6 +22,7 @@ def exchange(
     spec: LoraSpec | None,
     kind: BaseKind = "plain",
     shardings: Mapping[str, Sharding] | None = None,
+    packed: Collection[str] = (),
 ) -> list[str]:
     """Replace every `nn.Linear` of a model by ours; the targets of `spec` get an adapter.
 
@@ -30,6 +31,8 @@ def exchange(
         spec: the adapter, or None for a model that is only used.
         kind: storage of the frozen weights (see `kind_of`); the output head always stays plain.
         shardings: by name, of linear layers that are parts of what they were.
+        packed: names of the linear layers that the model's files hold in whole numbers, for the kind `int`;
+            the others are plain there.
 
     Returns:
         The names of the adapted modules, in the model's order.
@@ -43,7 +46,9 @@ def exchange(
     targets = set() if spec is None else select_targets(model, spec.target_modules)
     for name, parent, leaf, module in linears:
         own: BaseKind = "plain" if module is head else kind_of(name, kind, layers)
-        if own != "plain":
+        if own == "int":
+            own = "int" if name in packed else "plain"
+        elif own != "plain":
             _check_widths(name, module)
         sharding = (shardings or {}).get(name)
         if spec is not None and name in targets:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from swiftkit.engine.cast_together import cast_together
 from swiftkit.engine.fused.base import Base, BaseKind, make_base
+from swiftkit.engine.integers import IntBase
 from swiftkit.engine.kernels.outliers import carry
 from swiftkit.engine.kernels.project import cast_project
+from swiftkit.formats.codes import Codes
 from swiftkit.formats.peft import LoraSpec
 from swiftkit.parallel.collectives import Sharding
 
@@ -23,7 +25,8 @@ class Linear(nn.Module):
 
     Args:
         linear: the module it takes the place of; its parameters may still be on the meta device.
-        kind: storage of the weight; other than `plain` it is quantized when it is loaded.
+        kind: storage of the weight; other than `plain` it is quantized when it is loaded, or comes as codes
+            (`int`).
         sharding: where `linear` is one rank's part of a layer.
     """
 
@@ -32,7 +35,7 @@ class Linear(nn.Module):
         self.out_features, self.in_features = linear.weight.shape
         self.kind: BaseKind = kind
         self.sharding = sharding
-        self.base: Base | None = None
+        self.base: Base | IntBase | None = None
         self.weight = linear.weight.requires_grad_(False)
         self.bias = linear.bias if linear.bias is None else linear.bias.requires_grad_(False)
 
@@ -50,10 +53,22 @@ class Linear(nn.Module):
         self.base = base
         self.name_weights()
 
+    def load_codes(self, codes: Codes, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Store a matrix that its file holds in whole numbers, as it is; products run in `dtype`."""
+        self.base = IntBase(codes, dtype=dtype, device=device)
+        self.name_weights()
+
     def name_weights(self) -> None:
         """Let `weight` be what is stored."""
         if self.base is not None:
             self.weight = nn.Parameter(self.base.stored()["weight"], requires_grad=False)
+
+    def show_store(self) -> None:
+        """Have what is stored as parameters of this module, in place of `weight`, so that it can be cut."""
+        if self.base is not None:
+            self.base.forget_copies()
+            del self.weight
+            self.stored = self.base.store
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -222,7 +237,7 @@ class _QuantizedProduct(torch.autograd.Function):
     """x W^T over a quantized base; both directions run in the base's own type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, base: Base, sharding: Sharding | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, base: Base | IntBase, sharding: Sharding | None) -> Tensor:
         ctx.base, ctx.sharding = base, sharding
         flat = x.reshape(-1, x.shape[-1])
         if base.fp8 and sharding is not None and sharding.row:

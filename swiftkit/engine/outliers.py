@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,7 +16,6 @@ from swiftkit.engine.linear import Linear
 TOKENS = 256
 
 
-@torch.no_grad()
 def choose_carried(model: nn.Module, *, vocabulary: int, device: torch.device) -> None:
     """Send random tokens through the model and let every FP8 product choose.
 
@@ -25,10 +27,24 @@ def choose_carried(model: nn.Module, *, vocabulary: int, device: torch.device) -
         vocabulary: tokens are drawn below this.
         device: of the model.
     """
-    owners = [module for module in model.modules() if isinstance(module, FusedLlamaLayer | Linear)]
-    bases = [base for owner in owners for base in _bases(owner)]
-    for base in bases:
+    modules = list(model.modules())
+    observe(modules)
+    send_random_tokens(model, vocabulary=vocabulary, device=device)
+    carry_largest(modules)
+    for module in modules:
+        if isinstance(module, FusedLlamaLayer | Linear):
+            module.name_weights()
+
+
+def observe(modules: Iterable[nn.Module]) -> None:
+    """Let their FP8 products look at the rows that go through from now on."""
+    for base in _bases(modules):
         base.carried.observe()
+
+
+@torch.no_grad()
+def send_random_tokens(model: nn.Module, *, vocabulary: int, device: torch.device) -> None:
+    """A forward over tokens below `vocabulary`, always the same."""
     tokens = torch.randint(0, vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     model.base_model(  # type: ignore[operator]
         input_ids=tokens.to(device),
@@ -36,12 +52,20 @@ def choose_carried(model: nn.Module, *, vocabulary: int, device: torch.device) -
         use_cache=False,
         attention_plan=AttentionPlan.of((TOKENS,), device=device),
     )
-    for base in bases:
+
+
+@torch.no_grad()
+def carry_largest(modules: Iterable[nn.Module]) -> None:
+    """Let their FP8 products choose, by what they saw."""
+    for base in _bases(modules):
         base.carry()
-    for owner in owners:
-        owner.name_weights()
 
 
-def _bases(owner: FusedLlamaLayer | Linear) -> list[Fp8Base | Nf4Base]:
-    all_of_it = [p.base for p in owner.projections] if isinstance(owner, FusedLlamaLayer) else [owner.base]
-    return [base for base in all_of_it if isinstance(base, Fp8Base | Nf4Base) and base.fp8]
+def _bases(modules: Iterable[nn.Module]) -> list[Fp8Base | Nf4Base]:
+    found: list[Any] = []
+    for module in modules:
+        if isinstance(module, FusedLlamaLayer):
+            found += [projection.base for projection in module.projections]
+        elif isinstance(module, Linear):
+            found.append(module.base)
+    return [base for base in found if isinstance(base, Fp8Base | Nf4Base) and base.fp8]

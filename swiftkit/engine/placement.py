@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from swiftkit.engine.fused.base import BaseKind
 from swiftkit.errors import UserError
+from swiftkit.formats.packing import Packing, packing_of
+from swiftkit.support import PACKED
 
 # Compute capabilities from which tensor cores multiply these.
 BF16, FP8 = (8, 0), (8, 9)
@@ -20,15 +22,28 @@ class Placement:
 
     Args:
         device: where everything is.
-        base_precision: fp32, bf16, fp8 or nf4.
+        base_precision: fp32, bf16, fp8, nf4, or int8 to int3.
         base: the storage that it means.
         fused: whether decoder layers are exchanged for fused ones.
+        packing: of the model's folder, where that is quantized.
     """
 
     device: torch.device
     base_precision: str
     base: BaseKind
     fused: bool = False
+    packing: Packing | None = None
+
+    @property
+    def precision(self) -> str:
+        """For people: `bf16`, or what a quantized folder holds."""
+        if self.packing is None:
+            return self.base_precision
+        return (
+            str(self.packing)
+            if self.base == "int"
+            else f"{self.base_precision}, unpacked from {self.packing}"
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,20 +62,49 @@ class Placement:
         return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def place(device: str, base_precision: str, nf4_compute: str = "bf16", *, fuses: bool = False) -> Placement:
+def settle_precision(asked: str, packing: Packing | None) -> str:
+    """What a quantized folder makes of `--base_precision`: auto is what it holds, bf16 and fp32 unpack it.
+
+    Raises:
+        UserError: another storage, or whole numbers of a folder that has none.
+    """
+    if packing is None and asked in PACKED:
+        raise UserError(
+            f"--base_precision {asked} is for a folder that holds it (GPTQ, AWQ), and this model is not "
+            "quantized; take nf4 or fp8, or make such a folder with swiftkit quantize"
+        )
+    if packing is None or asked in ("fp32", "bf16"):
+        return asked
+    if asked not in ("auto", packing.precision):
+        raise UserError(
+            f"--base_precision {asked}: the model is quantized already ({packing}); leave it on auto, or "
+            "take bf16 (on a CPU fp32), which unpacks the weights"
+        )
+    return packing.precision
+
+
+def place(
+    device: str, base_precision: str, nf4_compute: str = "bf16", *, fuses: bool = False,
+    description: Any = None,
+) -> Placement:  # fmt: skip
     """Choose what was left on `auto`.
 
     Args:
         device: auto, cpu or cuda; auto is the GPU where there is one.
-        base_precision: auto, fp32, bf16, fp8 or nf4. Auto is fp8 where it was measured to be faster (fused
-            layers on Hopper, see docs/performance.md), else bf16 on a GPU and fp32 on a CPU.
+        base_precision: auto, fp32, bf16, fp8, nf4, or int8 to int3. Auto is what a quantized folder holds;
+            else fp8 where it was measured to be faster (fused layers on Hopper, see docs/performance.md),
+            bf16 on other GPUs and fp32 on a CPU.
         nf4_compute: bf16 or fp8, the products of an nf4 base.
         fuses: whether fused layers serve the model and its adapter, as far as they go.
+        description: the model's transformers config.
 
     Raises:
-        UserError: when a GPU is asked for and none is there, or this one lacks bf16 or FP8 products.
+        UserError: when a GPU is asked for and none is there, or this one lacks bf16 or FP8 products; as
+            `settle_precision` does.
     """
     kind = find_device(device)
+    packing = packing_of(description)
+    base_precision = settle_precision(base_precision, packing)
     capability = torch.cuda.get_device_capability() if kind == "cuda" else (0, 0)
     if base_precision == "auto":
         hopper = fuses and capability == (9, 0)
@@ -73,8 +117,10 @@ def place(device: str, base_precision: str, nf4_compute: str = "bf16", *, fuses:
             f"products; take {mend}"
         )
     # The kernels compute in bf16, and cast to FP8 as Hopper does.
-    fused = fuses and base_precision != "fp32" and capability >= ((9, 0) if computes_fp8 else BF16)
-    return Placement(torch.device(kind), base_precision, _storage(base_precision, nf4_compute), fused)
+    fuses = fuses and base_precision not in ("fp32", *PACKED)
+    fused = fuses and capability >= ((9, 0) if computes_fp8 else BF16)
+    storage = _storage(base_precision, nf4_compute)
+    return Placement(torch.device(kind), base_precision, storage, fused, packing)
 
 
 def find_device(wanted: str) -> Literal["cpu", "cuda"]:
@@ -94,4 +140,6 @@ def find_device(wanted: str) -> Literal["cpu", "cuda"]:
 def _storage(base_precision: str, nf4_compute: str) -> BaseKind:
     if base_precision == "nf4":
         return "nf4-fp8" if nf4_compute == "fp8" else "nf4"
+    if base_precision in PACKED:
+        return "int"
     return "fp8" if base_precision == "fp8" else "plain"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from swiftkit.engine.vocabulary import shard_embedding
 from swiftkit.errors import UserError
 from swiftkit.formats.full import FullSpec
+from swiftkit.formats.packing import packing_of
 from swiftkit.formats.peft import LoraSpec
 from swiftkit.parallel import rules
 from swiftkit.parallel.collectives import Ranks, Sharding, sum_in_one
@@ -44,6 +45,12 @@ def check_tensor_parallel(
     """
     if size == 1:
         return
+    packing = packing_of(config)
+    if packing is not None:
+        raise UserError(
+            f"--tensor_parallel_size {size}: the model is quantized ({packing}), and such weights are not "
+            "cut over ranks; take 1, or give the model in bf16"
+        )
     rules.check(config, size=size, quantized=quantized)
     for name, why in (
         ("dora", "--use_dora needs the lengths of whole rows"),

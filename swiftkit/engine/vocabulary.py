@@ -75,7 +75,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
             logits = hidden[piece] @ weight.T
-            losses, slope, lack = _loss_and_slope(logits, targets[piece], rule, vocabulary, wants_gradient)
+            losses, slope, lack = loss_and_slope(logits, targets[piece], rule, vocabulary, wants_gradient)
             total += losses.sum()
             if of_hidden is None or slope is None:
                 continue
@@ -99,7 +99,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
         return of_hidden * factor, scaled, None, None, None, None, None, None
 
 
-def _loss_and_slope(
+def loss_and_slope(
     logits: Tensor, targets: Tensor, rule: LogitRule, vocabulary: Vocabulary, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Losses [rows], d loss / d logits of the own vocabulary, and what each target lacks to probability 1."""

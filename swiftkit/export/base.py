@@ -14,6 +14,7 @@ from swiftkit.engine.fused.base import BaseKind, kind_of
 from swiftkit.engine.kernels.nf4 import BLOCK, dequantize, dequantize_to_fp8, quantize
 from swiftkit.engine.kernels.rows import FP8, cast_weight, power_of_two_scale
 from swiftkit.engine.placement import place
+from swiftkit.support import PACKED
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class TrainingBase:
     """How the frozen weights stood in memory while the adapter was trained.
 
     Args:
-        precision: fp32, bf16, fp8 or nf4.
+        precision: fp32, bf16, fp8, nf4, or int8 to int3.
         storage: of the linear layers in the blocks.
         dtype: of everything else, and of what was quantized.
     """
@@ -32,18 +33,20 @@ class TrainingBase:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights lost something on their way into memory."""
-        return self.storage != "plain"
+        """Whether the weights lost something on their way into memory; those of a quantized folder do not."""
+        return self.storage not in ("plain", "int")
 
 
 def training_base(args: Mapping[str, Any]) -> TrainingBase | None:
     """What the `args.json` of a run says about its base; None for an adapter that is not of a run."""
     config: Mapping[str, Any] = args.get("config", {})
     precision = config.get("base_precision")
-    if precision not in ("fp32", "bf16", "fp8", "nf4"):
+    if precision not in ("fp32", "bf16", "fp8", "nf4", *PACKED):
         return None
     on_gpu = not str(args.get("machine", {}).get("device", "CPU")).startswith("CPU")
-    storage = place("cpu", precision, config.get("nf4_compute", "bf16")).base
+    storage = (
+        "int" if precision in PACKED else place("cpu", precision, config.get("nf4_compute", "bf16")).base
+    )
     is_bf16 = precision == "bf16" or (precision != "fp32" and on_gpu)
     return TrainingBase(precision, storage, torch.bfloat16 if is_bf16 else torch.float32)
 

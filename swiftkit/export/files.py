@@ -29,6 +29,7 @@ def write_config(folder: Path, base: Path, *, tied: bool, vocabulary: int, dtype
     """The base's config.json, with what the merge changed."""
     config: dict[str, Any] = json.loads((base / CONFIG).read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
+    config.pop("quantization_config", None)  # nothing is packed in what is written
     config["tie_word_embeddings"] = tied  # always written: families differ in what its absence means
     config["vocab_size"] = vocabulary
     if dtype is not None:

@@ -17,7 +17,9 @@ from swiftkit.export.adapter import Adapter, open_adapter
 from swiftkit.export.base import held_of
 from swiftkit.export.verify import verify
 from swiftkit.export.weights import MergedWeights
-from swiftkit.formats.shards import Stored, StoredWeights, shards, write_shards
+from swiftkit.formats.packing import packing_of
+from swiftkit.formats.quantized import open_stored
+from swiftkit.formats.shards import Stored, shards, write_shards
 from swiftkit.hub import Say
 
 DTYPES = {"base": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,6 +43,9 @@ def merge(config: MergeConfig, *, say: Say = print) -> Path:
     converter = gguf.prepare(config.gguf, config.gguf_type) if config.gguf else None
     pushing = push.prepare(config.push_to_hub, private=config.private) if config.push_to_hub else None
     adapter = open_adapter(config, say)
+    packing = packing_of(describe(adapter.base.path))
+    if packing is not None and config.merge_dtype == "base":
+        config = config.with_changes(merge_dtype="bf16")
     merged = merged_weights(adapter, config, device)
     parts = shards(merged.tensors, max_bytes=shard_bytes)
     size = sum(tensor.nbytes for tensor in merged.tensors)
@@ -49,6 +54,11 @@ def merge(config: MergeConfig, *, say: Say = print) -> Path:
         f"merging   {len(merged.factors)} layers of {adapter.folder} into {adapter.base.name} "
         f"({config.merge_base} weights), {size / 1e9:,.2f} GB in {len(parts)} file{'s' * (len(parts) > 1)}"
     )
+    if packing is not None:
+        say(
+            f"          the base is {packing}: its weights are unpacked, and all is written in "
+            f"{config.merge_dtype}. To keep its size, keep the adapter beside it: chat and eval take both"
+        )
     beside = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)  # left by a merge that was killed
     beside.mkdir(parents=True)
@@ -102,8 +112,9 @@ def merged_weights(adapter: Adapter, config: MergeConfig, device: torch.device) 
         UserError: the adapter does not fit the base, or no dequantized base can be had.
     """
     description = describe(adapter.base.path)
-    held = held_of(adapter.trained_on, description) if config.merge_base == "dequantized" else None
-    if config.merge_base == "dequantized" and held is None:
+    dequantized = config.merge_base == "dequantized"
+    held = held_of(adapter.trained_on, description) if dequantized else None
+    if dequantized and held is None and packing_of(description) is None:
         trained = adapter.trained_on
         why = (
             "whose run is not recorded (there is no args.json of swiftkit)"
@@ -112,7 +123,7 @@ def merged_weights(adapter: Adapter, config: MergeConfig, device: torch.device) 
         )
         raise UserError(f"--merge_base dequantized needs an fp8 or nf4 training, not {adapter.folder}, {why}")
     return MergedWeights(
-        StoredWeights(adapter.base.path),
+        open_stored(adapter.base.path, description),
         description=description,
         spec=adapter.spec,
         tensors=adapter.tensors,

@@ -33,10 +33,12 @@ def pack_linear(codes: Codes) -> dict[str, Tensor]:
 
 
 def unpack_linear(tensors: Mapping[str, Tensor], *, bits: int) -> Codes:
-    """The reverse of `pack_linear`."""
+    """The reverse of `pack_linear`; where `weight_g_idx` says so, with groups of columns from all over."""
     values, scales = unpack(tensors["weight_packed"], bits), tensors["weight_scale"]
     zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
-    return Codes(values, scales, zeros, bits, values.shape[1] // scales.shape[1])
+    groups = tensors.get("weight_g_idx")
+    known = groups if groups is not None and int(groups.min()) >= 0 else None  # -1 where nothing was ordered
+    return Codes(values, scales, zeros, bits, values.shape[1] // scales.shape[1]).with_groups(known)
 
 
 def shape_faults(rows: int, width: int, *, bits: int) -> list[str]:

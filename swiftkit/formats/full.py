@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "config.json"
+WRITES, JUDGES = "ForCausalLM", "ForSequenceClassification"  # ends of the names of transformers' classes
 SHARD_BYTES = 5 * 10**9
 
 
@@ -24,9 +25,12 @@ class FullSpec:
 
     Args:
         vocabulary: rows of embedding and head, where they are more than the base has.
+        scores: a reward model: a head [1, hidden] that scores an answer's last token stands in for the one
+            that writes.
     """
 
     vocabulary: int | None = None
+    scores: bool = False
 
     @property
     def features(self) -> set[str]:
@@ -40,6 +44,7 @@ def save_model(
     *,
     base: Path,
     vocabulary: int | None = None,
+    scores: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights and config.json; the tokenizer and generation settings are another's.
@@ -49,6 +54,7 @@ def save_model(
         tensors: all weights of the model, by the names of its checkpoint; a tied one once.
         base: folder of the model that they were trained from, whose config.json goes along.
         vocabulary: its new number of rows, where that has changed.
+        scores: as in `FullSpec`; transformers loads it as a sequence classifier with one label.
         shard_bytes: of one file at most, unless a single tensor is larger.
     """
     from safetensors.torch import save_file
@@ -58,6 +64,9 @@ def save_model(
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if vocabulary is not None:
         config["vocab_size"] = vocabulary
+    if scores:
+        config["architectures"] = [name.replace(WRITES, JUDGES) for name in config.get("architectures", [])]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     shards = _shards(tensors, shard_bytes)

@@ -39,13 +39,14 @@ def pack_linear(codes: Codes, *, version: int = 1) -> dict[str, Tensor]:
 
 
 def unpack_linear(tensors: Mapping[str, Tensor], *, bits: int, version: int = 1) -> Codes:
-    """The reverse of `pack_linear`, for groups of neighbouring columns."""
+    """The reverse of `pack_linear`; where `g_idx` says so, with groups of columns from all over."""
     values = unpack(tensors["qweight"].T.contiguous(), bits)
     zeros = unpack(tensors["qzeros"], bits).T.contiguous()
     if version == 1:
         zeros = zeros + 1
     scales = tensors["scales"].T.contiguous()
-    return Codes(values, scales, zeros, bits, values.shape[1] // scales.shape[1])
+    size = -(-values.shape[1] // scales.shape[1])
+    return Codes(values, scales, zeros, bits, size).with_groups(tensors.get("g_idx"))
 
 
 def shape_faults(rows: int, width: int, *, bits: int) -> list[str]:

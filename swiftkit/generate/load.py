@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from swiftkit.config import ReadyModelKnobs
 from swiftkit.data.tokenizer import load_tokenizer, stop_ids
 from swiftkit.engine import Engine, LoraSpec
-from swiftkit.engine.build import describe
+from swiftkit.engine.build import describe, is_judge
 from swiftkit.engine.fused.adopt import why_not
 from swiftkit.engine.placement import Placement, find_device, place
 from swiftkit.errors import UserError
+from swiftkit.formats.full import FullSpec
 from swiftkit.formats.named import open_model
 from swiftkit.formats.peft import load_adapter
 from swiftkit.formats.source import LocalModel
@@ -66,8 +67,10 @@ class ReadyModel:
             base=self.placement.base,
             fused=self.placement.fused,
             lora=None if self.spec is None else replace(self.spec, dropout=0.0),  # nothing is trained
+            full=FullSpec(scores=True) if is_judge(self.description) else None,  # the one way to its head
         )
-        engine.load_adapter(self.tensors)
+        if self.spec is not None:
+            engine.load_adapter(self.tensors)
         return engine
 
 
@@ -88,22 +91,21 @@ def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say, scores: boo
     find_device(knobs.device)  # what cannot be had is said before anything is fetched
     folder = where.adapter
     spec, tensors = (None, {}) if folder is None else load_adapter(folder)
-    if scores != (spec is not None and spec.scores):
-        kind = (
-            "no reward model; `swiftkit reward` makes one"
-            if scores
-            else "a reward model, which writes no answers; swiftkit.reward_model(...).score() scores them"
-        )
-        raise UserError(f"{folder or where.model} is {kind}")
+    if spec is not None:  # before a base is fetched
+        _check_kind(spec.scores, scores, folder)
     model = _open_base(where, knobs, say)
     description = describe(model.path)
+    judges = spec is None and is_judge(description)
+    if spec is None:
+        _check_kind(judges, scores, where.model)
     # `auto` means for a model of ours what it means in training on this machine.
-    fuses = bool(where.args) and why_not(description, spec) is None
+    fuses = bool(where.args) and why_not(description, spec) is None and not judges
     placement = place(
         knobs.device,
         _precision(knobs, where.args),
         where.trained.get("nf4_compute", "bf16"),
         fuses=fuses,
+        description=description,
     )
     own = folder is not None and (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(folder if own and folder else model.path, knobs.chat_template)
@@ -117,6 +119,17 @@ def prepare_model(where: Place, knobs: ReadyModelKnobs, *, say: Say, scores: boo
         tokenizer=tokenizer,
         stops=stop_ids(tokenizer, model.path),
     )
+
+
+def _check_kind(judges: bool, wanted: bool, name: object) -> None:
+    """Refuse a model that writes where one that scores is wanted, and the other way round."""
+    if judges and not wanted:
+        raise UserError(
+            f"{name} is a reward model, which writes no answers; swiftkit.reward_model(...).score() scores "
+            "them"
+        )
+    if wanted and not judges:
+        raise UserError(f"{name} is no reward model; `swiftkit reward` makes one")
 
 
 def _precision(knobs: ReadyModelKnobs, args: Mapping[str, Any]) -> str:

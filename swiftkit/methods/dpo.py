@@ -9,11 +9,12 @@ from rich.console import Console
 
 from swiftkit.config import DpoConfig, PreferenceConfig
 from swiftkit.data import Pairs, prepare_pairs
+from swiftkit.data.cache import data_folder
 from swiftkit.engine.placement import Placement, find_device
 from swiftkit.methods.opening import Opening, check_vocabulary, open_base
 from swiftkit.methods.preference import loss_of
 from swiftkit.methods.reference import Reference, open_reference
-from swiftkit.parallel.launch import one_process_only
+from swiftkit.parallel.world import World, joined
 from swiftkit.train.judge import check_evaluated
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run
@@ -22,7 +23,7 @@ from swiftkit.train.steps import StepPlan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from swiftkit.data.pairs import Rows
+    from swiftkit.data.encode_preferences import Rows
 
 
 def run(config: DpoConfig, console: Console) -> Run:
@@ -31,27 +32,30 @@ def run(config: DpoConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    one_process_only("dpo", config)
-    find_device(config.device)
-    base = open_base(config, console)
-    tuning, placement = base.tuning, base.placement
+    with joined(find_device(config.device)) as world:  # what cannot be had is said before anything is fetched
+        return _run(config, console if world.first else Console(quiet=True), world)
+
+
+def _run(config: DpoConfig, console: Console, world: World) -> Run:
+    base = open_base(config, console, world=world)
+    tuning, placement, world = base.tuning, base.placement, base.world
     config = tuning.config.with_changes(
         beta=tuning.config.reward_scale, rpo_alpha=tuning.config.chosen_weight
     )
     kind: Rows = "labelled" if config.loss_type == "kto" else "pairs"
-    data, evaluation = prepare_rows(config, base.tokenizer, placement, base.longest, kind=kind)
+    data, evaluation = prepare_rows(config, base, kind=kind)
     check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
     plan = plan_rows(base, data)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    reference = open_reference(config, base.tokenizer, data, say)
+    reference = world.once_a_node(partial(open_reference, config, base.tokenizer, data, say))
     job = base.job("dpo", data, evaluation, plan, config=config, notes=_about(config))
     with job.announce():
         parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
-        kept = Reference(job.folder, plan, pad_id=job.pad_id)
+        kept = Reference(job.folder, plan, pad_id=job.pad_id, world=world)
         known = kept.known(parts) if config.needs_reference else parts
         if known is None and reference is not None:  # before the policy is loaded: there may be room for one
             known = kept.computed(reference.load(), parts)
-        engine = tuning.load(placement, tokens=plan.tokens)
+        engine = tuning.load(placement, tokens=plan.tokens, world=world)
         if known is None:
             known = kept.computed(engine, parts)
         with job.begin(engine) as log:
@@ -65,26 +69,43 @@ def run(config: DpoConfig, console: Console) -> Run:
                 pad_id=job.pad_id,
                 evaluation=known.get("evaluation"),
                 keeper=job.keeper(engine),
+                world=world,
             )
         return job.end(engine)
 
 
 def prepare_rows(
+    config: PreferenceConfig, base: Opening[Any], *, kind: Rows = "pairs"
+) -> tuple[Pairs, Pairs | None]:
+    """Rows to train on, and those to evaluate on, the same on every rank.
+
+    Args:
+        config: where the rows are, and what is done with them.
+        base: the model that reads them.
+        kind: pairs, or single answers with a label.
+
+    Raises:
+        UserError: a source or a row is wrong, or ranks have other ones.
+    """
+    world = base.world
+    data, evaluation = world.once_a_node(
+        partial(_rows, config, base.tokenizer, base.placement, base.longest, kind=kind)
+    )
+    world.check_same(f"{base.model.fingerprint} {data.fingerprint}", "model files or rows")
+    return data, evaluation
+
+
+def _rows(
     config: PreferenceConfig,
     tokenizer: PreTrainedTokenizerFast,
     placement: Placement,
     longest: int | None,
     *,
-    kind: Rows = "pairs",
+    kind: Rows,
 ) -> tuple[Pairs, Pairs | None]:
-    """Rows to train on, and those to evaluate on: their own files, or a share of the rows.
+    """Their own files, or a share of the rows.
 
-    Args:
-        config: where the rows are, and what is done with them.
-        tokenizer: with the run's template.
-        placement: fused layers have no attention for a prompt that two answers share, so they get them apart.
-        longest: tokens that the model can read.
-        kind: pairs, or single answers with a label.
+    Fused layers have no attention for a prompt that two answers share, so they get them apart.
     """
     rows = partial(
         prepare_pairs,
@@ -99,6 +120,8 @@ def prepare_rows(
         max_dropped=config.max_dropped,
         streaming=config.streaming,
         seed=config.seed,
+        num_proc=config.dataset_num_proc,
+        cache=data_folder() if config.load_from_cache_file else None,
     )
     ratio = 0.0 if config.val_dataset else config.split_dataset_ratio
     data = rows(config.dataset, max_length=config.max_length, split_ratio=ratio)

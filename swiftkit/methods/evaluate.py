@@ -265,9 +265,7 @@ def _header(config: EvalConfig, ready: ReadyModel, data: Prepared | None) -> lis
         lines.append(f"          {model.note}")
     if spec is not None:
         lines.append(f"adapter   {ready.where.adapter}, LoRA rank {spec.rank}, alpha {spec.alpha:g}")
-    lines.append(
-        f"base      {ready.placement.base_precision} on {ready.placement.device_name}, {layers} layers"
-    )
+    lines.append(f"base      {ready.placement.precision} on {ready.placement.device_name}, {layers} layers")
     return lines if data is None else [*lines, *data.report.lines()]
 
 

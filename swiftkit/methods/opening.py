@@ -124,25 +124,36 @@ def open_base(config: RunConfigT, console: Console, *, world: World = ALONE) -> 
     tuning = plan_tuning(config, model, tokenizer)
     description = check_model(model.path, tuning.spec)
     settled = tuning.config
-    placement = place(settled.device, settled.base_precision, settled.nf4_compute, fuses=tuning.fuses)
+    placement = place(
+        settled.device, settled.base_precision, settled.nf4_compute, fuses=tuning.fuses,
+        description=description,
+    )  # fmt: skip
     placement = placement if world.device is None else replace(placement, device=world.device)
     world = world.arranged(settle_layout(settled, description, tuning.spec, placement, world))
     check_batch_sizes(settled, world.data_size)
-    tuning.check_room(placement, tp=world.layout.tp)
+    tuning.check_room(placement, parts=world.layout.tp * world.layout.shard)
     longest = longest_window(description, settled.max_length)
-    room = room_for_tokens(settled, description, tuning.spec, placement, tp=world.layout.tp)
+    room = room_for_tokens(settled, description, tuning.spec, placement, world.layout)
     return Opening(config, tuning, model, tokenizer, placement, longest, room, console, world)
 
 
 def resolved(config: RunConfigT, opening: Opening[RunConfigT], plan: StepPlan, max_length: int) -> RunConfigT:
-    """The config with what `auto` has become on this machine."""
+    """The config with what `auto` has become on this machine.
+
+    Where the processes of a step have unlike shares, no two sizes make up the third: those of a micro-batch
+    stay as they were asked for, and are found again.
+    """
+    sizes: dict[str, Any] = {}
+    micro, times = plan.micro_batch_size, plan.gradient_accumulation_steps
+    if plan.global_batch_size == micro * times * plan.ranks:
+        sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": times}
     return config.with_changes(
         base_precision=opening.placement.base_precision,
         tensor_parallel_size=opening.world.layout.tp,
+        layout=opening.world.layout.storage,
         max_length=max_length,
         global_batch_size=plan.global_batch_size,
-        per_device_train_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        **sizes,
     )
 
 

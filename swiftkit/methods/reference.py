@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from swiftkit.config import DpoConfig, ReadyModelKnobs
 from swiftkit.data import Pairs
@@ -17,27 +18,32 @@ from swiftkit.errors import UserError
 from swiftkit.generate.find import find
 from swiftkit.generate.load import ReadyModel, Say, prepare_model
 from swiftkit.methods.preference import answer_logprobs
+from swiftkit.parallel.world import ALONE, World, collected
 from swiftkit.train.steps import StepPlan, evaluation_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FILE = "reference.npz"
+ANSWERS = 2  # of a row: chosen and rejected, or of a labelled row its own and the mismatched one
 
 
 @torch.no_grad()
-def logprobs(engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int) -> NDArray[np.float64]:
-    """Of every answer in order, [answers]; dropout is off."""
+def logprobs(
+    engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int, world: World = ALONE
+) -> NDArray[np.float64]:
+    """Of every answer in order, [answers], on every rank; each computes its rows. Dropout is off."""
     training = engine.model.training
     engine.model.eval()
-    found = []
+    found: list[Tensor] = []
     try:
-        for packed in evaluation_batches(data, plan, pad_id=pad_id):
+        for packed in evaluation_batches(data, plan, pad_id=pad_id, world=world):
             batch = Batch.of(packed, device=engine.device)
             found.append(answer_logprobs(engine.head, engine.hidden(batch), batch))
     finally:
         engine.model.train(training)
-    return torch.cat(found).double().cpu().numpy()
+    rows = [pair for own in found for pair in own.double().view(-1, ANSWERS).tolist()]
+    return np.array(collected(rows, world)).reshape(-1)
 
 
 def open_reference(
@@ -73,27 +79,35 @@ class Reference:
         folder: the run folder; what a resumed run finds there is taken as it is.
         plan: sizes of the batches.
         pad_id: the padding token's id.
+        world: the processes of the run; the first one reads and writes.
     """
 
-    def __init__(self, folder: Path, plan: StepPlan, *, pad_id: int):
-        self._path = folder / FILE
-        self._compute = partial(logprobs, plan=plan, pad_id=pad_id)
+    def __init__(self, folder: Path, plan: StepPlan, *, pad_id: int, world: World = ALONE):
+        self._path, self._world = folder / FILE, world
+        self._compute = partial(logprobs, plan=plan, pad_id=pad_id, world=world)
 
     def known(self, parts: dict[str, Pairs]) -> dict[str, Pairs] | None:
         """The parts with what an earlier process has written; None where that is not of these rows."""
+        found = self._world.from_first(partial(self._read, parts))
+        if found is None:
+            return None
+        return {name: data.with_reference(found[name]) for name, data in parts.items()}
+
+    def _read(self, parts: dict[str, Pairs]) -> dict[str, NDArray[np.float64]] | None:
         if not self._path.is_file():
             return None
         with np.load(self._path) as kept:
             for name, data in parts.items():
                 if name not in kept or str(kept[f"{name}_rows"]) != data.fingerprint:
                     return None
-            return {name: data.with_reference(kept[name]) for name, data in parts.items()}
+            return {name: kept[name] for name in parts}
 
     def computed(self, engine: Engine, parts: dict[str, Pairs]) -> dict[str, Pairs]:
         """The parts with what the engine, as it is now, says of them; written for a resume."""
         found: dict[str, Any] = {name: self._compute(engine, data) for name, data in parts.items()}
         arrays: dict[str, Any] = {f"{name}_rows": np.array(data.fingerprint) for name, data in parts.items()}
-        partial_file = self._path.with_suffix(".partial.npz")
-        np.savez(partial_file, **{**found, **arrays})
-        partial_file.replace(self._path)
+        if self._world.first:
+            partial_file = self._path.with_suffix(".partial.npz")
+            np.savez(partial_file, **{**found, **arrays})
+            partial_file.replace(self._path)
         return {name: data.with_reference(found[name]) for name, data in parts.items()}

@@ -18,7 +18,7 @@ from swiftkit.engine.placement import find_device
 from swiftkit.methods.dpo import check_rows, plan_rows, prepare_rows
 from swiftkit.methods.opening import open_base
 from swiftkit.methods.scoring import scores_of
-from swiftkit.parallel.launch import one_process_only
+from swiftkit.parallel.world import ALONE, World, collected, joined
 from swiftkit.train.loop import fit
 from swiftkit.train.run import Run, write_whole
 from swiftkit.train.steps import StepPlan, evaluation_batches
@@ -62,16 +62,19 @@ def run(config: RewardConfig, console: Console) -> Run:
     Raises:
         UserError: for what is wrong with config, model or data, before weights are loaded.
     """
-    one_process_only("reward", config)
-    find_device(config.device)
-    base = open_base(config, console)
-    config, tuning, placement = base.tuning.config, base.tuning, base.placement
-    data, evaluation = prepare_rows(config, base.tokenizer, placement, base.longest)
+    with joined(find_device(config.device)) as world:  # what cannot be had is said before anything is fetched
+        return _run(config, console if world.first else Console(quiet=True), world)
+
+
+def _run(config: RewardConfig, console: Console, world: World) -> Run:
+    base = open_base(config, console, world=world)
+    config, tuning, world = base.tuning.config, base.tuning, base.world
+    data, evaluation = prepare_rows(config, base)
     check_rows(config, data, evaluation, vocabulary=tuning.vocabulary)
     plan = plan_rows(base, data)
     job = base.job("reward", data, evaluation, plan)
     with job.announce():
-        engine = tuning.load(placement, tokens=plan.tokens)
+        engine = tuning.load(base.placement, tokens=plan.tokens, world=world)
         with job.begin(engine) as log:
             fit(
                 engine,
@@ -83,33 +86,38 @@ def run(config: RewardConfig, console: Console) -> Run:
                 pad_id=job.pad_id,
                 evaluation=evaluation,
                 keeper=job.keeper(engine),
+                world=world,
             )
         if evaluation is not None:
-            found = calibration(engine, evaluation, plan, pad_id=job.pad_id)
-            write_whole(job.folder / CALIBRATION, found)
+            found = calibration(engine, evaluation, plan, pad_id=job.pad_id, world=world)
+            if world.first:
+                write_whole(job.folder / CALIBRATION, found)
             console.print(*_about(found), sep="\n", markup=False, highlight=False, soft_wrap=True)
         return job.end(engine)
 
 
 @torch.no_grad()
-def calibration(engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int) -> dict[str, Any]:
+def calibration(
+    engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int, world: World = ALONE
+) -> dict[str, Any]:
     """How far sigmoid(chosen - rejected) is what it says: a probability that this answer is the chosen one.
 
-    Every pair counts in both directions, so that the probabilities lie on both sides of one half.
+    Every pair counts in both directions, so that the probabilities lie on both sides of one half. Each rank
+    scores its share of the pairs.
 
     Returns:
         `pairs`, `accuracy`, `error` (expected calibration error over BINS equal bins, Guo et al. 2017,
         https://arxiv.org/abs/1706.04599), and `bins` with the mean probability and the share that was chosen.
     """
     engine.model.eval()
-    found = []
-    for packed in evaluation_batches(data, plan, pad_id=pad_id):
+    found: list[float] = []
+    for packed in evaluation_batches(data, plan, pad_id=pad_id, world=world):
         batch = Batch.of(packed, device=engine.device)
         scores = scores_of(engine.model.score, engine.hidden(batch), batch)  # type: ignore[arg-type]
-        found.append(scores.view(-1, 2))
+        chosen, rejected = scores.double().view(-1, 2).unbind(1)
+        found += (chosen - rejected).tolist()
     engine.model.train()
-    chosen, rejected = torch.cat(found).double().cpu().unbind(1)
-    margins = chosen - rejected
+    margins = torch.tensor(collected(found, world), dtype=torch.float64)
     accuracy = ((margins > 0).double() + 0.5 * (margins == 0)).mean().item()
     return {"pairs": len(margins), "accuracy": accuracy, **binned(margins.sigmoid().tolist())}
 

@@ -55,7 +55,7 @@ def _run(config: SftConfig, console: Console, world: World) -> Run:
     untrained = [] if tuning.trains_embedding else untrained_tokens(data, base.tokenizer, base.model.path)
     job = base.job("sft", data, evaluation, plan, warnings=untrained)
     with job.announce():
-        engine = tuning.load(base.placement, tokens=plan.tokens, tp=world.tp)
+        engine = tuning.load(base.placement, tokens=plan.tokens, world=world)
         with job.begin(engine) as log:
             fit(
                 engine,

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from swiftkit.config import Auto, TrainKnobs
+from swiftkit.config import Auto
 from swiftkit.errors import UserError
 from swiftkit.parallel.worker import FOLDER, RESULT, Failure, failures, process_ids
 
@@ -141,23 +141,6 @@ def plan_here(asked: int | Auto, device: str) -> Launch | None:
     return plan_launch(
         asked, device, environment=os.environ, gpus=torch.cuda.device_count(), cuda_build=built
     )
-
-
-def one_process_only(verb: str, config: TrainKnobs) -> None:
-    """Refuse several processes for a method that does not deal its rows yet; on auto it takes one.
-
-    Raises:
-        UserError: saying who asked for several.
-    """
-    knobs = ("nproc_per_node", "tensor_parallel_size")
-    several = next((f"--{name}" for name in knobs if getattr(config, name) not in ("auto", 1)), None)
-    for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
-        if several is None and os.environ.get(name, "1") not in ("1", "auto"):
-            several = name
-    if several is not None:
-        raise UserError(f"{several} asks for several processes; swiftkit {verb} runs in one as yet")
-    if config.dry_run:
-        raise UserError(f"--dry_run says which processes would start; swiftkit {verb} is always one")
 
 
 def describe_here(asked: int | Auto, device: str, command: list[str]) -> str:

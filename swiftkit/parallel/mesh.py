@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, fields
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -41,6 +42,13 @@ class Layout:
         if self.size == 1:
             return "one process"
         return planned.Layout(replicate=self.replicate, shard=self.shard, tp=self.tp).name
+
+    @property
+    def storage(self) -> Literal["ddp", "fsdp", "hsdp"]:
+        """Where weights lie, as `--layout` has it."""
+        if self.shard == 1:
+            return "ddp"
+        return "fsdp" if self.replicate == 1 else "hsdp"
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The grid over the process group that stands; neighbours differ in `ep`, then in `tp`.

@@ -48,7 +48,7 @@ class LaunchConfig(Config):
         ..., "for whom the file is; stands in front, without its flag", group="job"
     )
     file: str = knob(..., "the run's config; stands behind the scheduler, without its flag", group="job")
-    verb: Literal["sft"] = knob("sft", "what is done with the config", group="job")
+    verb: Literal["sft", "dpo", "reward"] = knob("sft", "what is done with the config", group="job")
     nodes: int = knob(1, "machines", group="job", ge=1)
     gpus_per_node: int = knob(8, "processes on each machine, one a GPU", group="job", ge=1)
     max_restarts: int = knob(3, "times that the workers are started again after a failure", group="job", ge=0)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from swiftkit.errors import UserError
 from swiftkit.parallel.mesh import Layout
@@ -32,8 +33,12 @@ class World:
         local_rank, local_size: the same on this node.
         device: where this rank computes; None where the run chooses.
         layout: how the ranks stand.
-        replicas: those that hold the same weights and take other rows; None where this is the only one.
+        replicas: those that take other rows, and hold the same weights or other parts; None without any.
+        shards: the mesh whose last axis are those that weights lie on in parts, its first one copies of all
+            parts; None where every replica has whole ones.
         tp: those that hold the other parts of these weights, and take the same rows; None likewise.
+        writers: those of the first copy that lies in parts, for what they write from a thread of their own;
+            None for others.
     """
 
     rank: int = 0
@@ -43,7 +48,9 @@ class World:
     device: torch.device | None = None
     layout: Layout = field(default_factory=Layout)
     replicas: dist.ProcessGroup | None = None
+    shards: DeviceMesh | None = None
     tp: dist.ProcessGroup | None = None
+    writers: dist.ProcessGroup | None = None
     _names: list[str] = field(default_factory=list)
 
     @property
@@ -66,6 +73,11 @@ class World:
         """Whose share of the rows this rank takes; ranks of one `tp` group take the same."""
         return self.rank // self.layout.tp
 
+    @property
+    def copy(self) -> int:
+        """Which copy of the model's weights this rank has a part of, or all."""
+        return self.data_rank // self.layout.shard
+
     def arranged(self, layout: Layout) -> World:
         """The same processes in another layout; every rank must call it.
 
@@ -76,9 +88,17 @@ class World:
             return self
         assert self.device is not None
         mesh = layout.mesh(self.device.type)
-        groups = {name: mesh.get_group(name) for name in ("replicate", "tp")}
-        replicas, tp = (group if group.size() > 1 else None for group in groups.values())
-        return replace(self, layout=layout, replicas=replicas, tp=tp)
+        rows = mesh["replicate", "shard"]
+        shards = None if layout.shard == 1 else rows if layout.replicate > 1 else mesh["shard"]
+        flat = rows._flatten("rows") if layout.replicate > 1 and layout.shard > 1 else None
+        axis = "shard" if layout.shard > 1 else "replicate"
+        groups = mesh.get_group(axis) if flat is None else flat.get_group(), mesh.get_group("tp")
+        replicas, tp = (group if group.size() > 1 else None for group in groups)
+        arranged = replace(self, layout=layout, replicas=replicas, shards=shards, tp=tp)
+        if layout.shard > 1 and layout.tp == 1:
+            group = dist.new_group(list(range(layout.shard)), timeout=PATIENCE, backend="gloo")
+            arranged.writers = group if arranged.copy == 0 else None
+        return arranged
 
     # ---- numbers on the device ---------------------------------------------------------------------------
 
@@ -103,12 +123,22 @@ class World:
         if self.replicas is None:
             return sums
         if not self._names:  # once: which names there are
-            known = self._gathered(sorted(sums))
+            known = self.gathered(sorted(sums))
             self._names = sorted({name for names in known for name in names})
         zero = torch.zeros((), dtype=torch.float64, device=device)
         values = torch.stack([sums.get(name, zero).double() for name in self._names])
         self._call(dist.all_reduce, values, group=self.replicas)
         return dict(zip(self._names, values.unbind(), strict=True))
+
+    def sum_up(self, *tensors: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        for tensor in tensors if self.size > 1 else ():
+            self._call(dist.all_reduce, tensor)
+
+    def take_from(self, rank: int, *tensors: Tensor) -> None:
+        """Overwrite contiguous tensors with what a rank holds, byte by byte."""
+        for tensor in tensors if self.size > 1 else ():
+            self._call(dist.broadcast, tensor.view(torch.uint8), src=rank)
 
     # ---- words on the host -------------------------------------------------------------------------------
 
@@ -150,7 +180,7 @@ class World:
         if self.size == 1:
             return work()
         value, refusal = _tried(work) if self.local_rank == 0 else (None, None)
-        refusals = [words for words in self._gathered(refusal) if words is not None]
+        refusals = [words for words in self.gathered(refusal) if words is not None]
         if refusals:
             raise UserError(refusals[0])
         return _value(value, None) if self.local_rank == 0 else work()
@@ -163,11 +193,14 @@ class World:
         """
         if self.size == 1:
             return
-        odd = [rank for rank, other in enumerate(self._gathered(value)) if other != value]
+        odd = [rank for rank, other in enumerate(self.gathered(value)) if other != value]
         if odd:
             raise UserError(f"ranks {self.rank} and {odd[0]} have other {what}; give every node the same")
 
-    def _gathered(self, value: T) -> list[T]:
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, in their order, on every rank."""
+        if self.size == 1:
+            return [value]
         box: list[Any] = [None] * self.size
         self._call(dist.all_gather_object, box, value)
         return box
@@ -281,3 +314,12 @@ def seed_of_step(seed: int, *, step: int, rank: int, size: int) -> int:
 def dealt(items: Sequence[T], world: World) -> list[T]:
     """This rank's share, one by one in turn: no rank has two more than another."""
     return list(items[world.data_rank :: world.data_size])
+
+
+def collected(share: Sequence[T], world: World) -> list[T]:
+    """What each rank made of its `dealt` items, in the order of all items, on every rank."""
+    shares = world.gathered(list(share))[:: world.layout.tp]
+    whole: list[T] = [item for own in shares for item in own]
+    for rank, own in enumerate(shares):
+        whole[rank :: world.data_size] = own
+    return whole

@@ -38,7 +38,8 @@ class Artifact:
         """Write the tensors, named as in `Engine.parameters` and lying on the host, into a folder."""
         if isinstance(self.spec, FullSpec):
             assert self.base is not None, "a whole model is written beside its base's config.json"
-            save_model(folder, tensors, base=self.base, vocabulary=self.spec.vocabulary)
+            spec = self.spec
+            save_model(folder, tensors, base=self.base, vocabulary=spec.vocabulary, scores=spec.scores)
             return
         save_adapter(
             folder,

@@ -11,9 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from swiftkit.errors import UserError
+from swiftkit.formats.parts import together, write_parts
 from swiftkit.train.artifact import Artifact, read_model
 from swiftkit.train.run import ARGS, checkpoints
 from swiftkit.train.state import Snapshot, StateDict
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 STATE = "training_state.safetensors"
+PARTS = "training_state"  # a folder: what stays in parts, where the run's weights do
 FACTS = "training_state.json"
 GENERATION = "generation_config.json"
 FORMAT = 1  # of the two files above
@@ -48,6 +51,7 @@ def write_checkpoint(
     artifact: Artifact,
     files: Mapping[str, bytes],
     facts: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write `checkpoint-<step>`: the model part, tokenizer and settings, and what a resume needs.
 
@@ -57,29 +61,47 @@ def write_checkpoint(
         artifact: writes the model part.
         files: what else belongs to a checkpoint, such as the tokenizer.
         facts: what the run is made of, for a resume to compare.
+        group: the processes that have parts in their snapshots. All of them call this; the first one writes
+            everything else.
 
     Raises:
         OSError: when it cannot be written, or reads back other than it was written. Then nothing has the
             final name, and what was written is gone.
     """
     final, beside = run / f"checkpoint-{snapshot.step}", run / f".checkpoint-{snapshot.step}.partial"
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
+    first = group is None or dist.get_rank(group) == 0
+
+    def begin() -> None:
+        shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         _fill(beside, snapshot, artifact=artifact, files={**files, ARGS: (run / ARGS).read_bytes()})
         _check(beside, snapshot)
+
+    def finish() -> None:
         content = {"format": FORMAT, "step": snapshot.step, **facts, "state": snapshot.facts}
-        sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-        _write_json(beside / FACTS, {**content, "files": sizes})
+        _write_json(beside / FACTS, {**content, "files": _sizes(beside)})
         _flush(beside)
         if final.exists():  # damaged, or of a run that was cut back: this step's name is due now
             _remove(final)
         beside.rename(final)
         _flush_folder(run)
+
+    try:
+        together(group, begin if first else None)
+        if group is not None:
+            write_parts(beside / PARTS, snapshot.parts, group)
+        together(group, finish if first else None)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)  # also to give a full disk its room back
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)  # also to give a full disk its room back
         raise
     return final
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file, by its path in the folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def remove_old(run: Path, *, newest: int, keep: int | None, kept: Iterable[int | None]) -> None:
@@ -146,7 +168,8 @@ def read_snapshot(checkpoint: Path) -> Snapshot:
     except SafetensorError as broken:
         raise UserError(f"{checkpoint / STATE} is damaged ({broken}); take another checkpoint") from None
     state: StateDict = facts["state"]
-    return Snapshot(facts["step"], read_model(checkpoint), tensors, state, None)
+    stored = checkpoint / PARTS if (checkpoint / PARTS).is_dir() else None
+    return Snapshot(facts["step"], read_model(checkpoint), tensors, state, None, stored=stored)
 
 
 def _fill(folder: Path, snapshot: Snapshot, *, artifact: Artifact, files: Mapping[str, bytes]) -> None:
@@ -201,6 +224,8 @@ def _flush(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        else:
+            _flush_folder(path)
     _flush_folder(folder)
 
 

@@ -159,6 +159,7 @@ class Job:
             resumed=None if self._resume is None else read_snapshot(self._resume.checkpoint),
             say=self._say,
             writes=self.world.first,
+            group=self.world.writers if engine.parts else None,
         )
 
     def end(self, engine: Engine) -> Run:
@@ -201,7 +202,7 @@ class Job:
 
     def _answers(self, engine: Engine) -> list[str]:
         """The first rank's, which takes all that hold a part of its model."""
-        if not self._prompts or self.world.data_rank > 0:
+        if not self._prompts or self.world.copy > 0:
             return []
         terminal = self.console.is_terminal
         with self.console.status("answering the sample prompts") if terminal else nullcontext():
@@ -244,7 +245,7 @@ class Job:
 
     def _header(self) -> list[str]:
         plan, report = self.plan, self.data.report
-        precision = self.placement.base_precision
+        precision = self.placement.precision
         numerics = (
             " (8-bit products: results differ a little from bf16)" if "fp8" in self.placement.base else ""
         )
@@ -274,8 +275,8 @@ class Job:
         nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
         kind = "GPU" if self.placement.device.type == "cuda" else "CPU"
         most = math.ceil(self.plan.global_batch_size / world.data_size)
-        tp = world.layout.tp
-        held = "each with the whole base" if tp == 1 else f"each {tp} with a model between them"
+        together = world.layout.tp * world.layout.shard
+        held = "each with the whole base" if together == 1 else f"each {together} with a model between them"
         lead = f"processes {world.size}{nodes} ({world.layout.name}), one a {kind}"
         return [f"{lead}, {held} and up to {most} {self._unit} of a step"]
 

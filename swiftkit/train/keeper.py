@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed import ProcessGroup
 
 from swiftkit.errors import UserError
+from swiftkit.formats.parts import together
 from swiftkit.train.artifact import Artifact, read_model
 from swiftkit.train.checkpoint import damage, remove_old, write_checkpoint
 from swiftkit.train.run import BEST, checkpoints, write_whole
@@ -51,6 +53,8 @@ class Keeper:
         resumed: the checkpoint that this run goes on from.
         say: takes sentences for people.
         writes: whether this process does; of several, the first alone.
+        group: the processes that write parts of their own besides; None where there are none, or this is not
+            among them.
     """
 
     folder: Path
@@ -62,6 +66,7 @@ class Keeper:
     resumed: Snapshot | None = None
     say: Callable[[str], None] = print
     writes: bool = True
+    group: ProcessGroup | None = None
     _writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "swiftkit-checkpoint"))
     _pending: Future[None] | None = None
     _step: int | None = None  # of the write that is under way or was the last
@@ -93,11 +98,11 @@ class Keeper:
         Raises:
             UserError: as `wait`.
         """
-        if not self.writes:
-            state.contribute()
+        if not self.writes and self.group is None:
+            state.snapshot(whole=False, parts=False)
             return
         self.wait()
-        snapshot = state.snapshot()  # in any case: other ranks are giving their parts
+        snapshot = state.snapshot(whole=self.writes)  # in any case: other ranks are giving their parts
         if self._stands(state.step):
             self.name_best(best)
             return
@@ -157,9 +162,13 @@ class Keeper:
     def _write(self, snapshot: Snapshot, best: Best | None, log: Mapping[str, Any]) -> None:
         if snapshot.ready is not None:
             snapshot.ready.synchronize()
-        _check_finite(snapshot)
-        facts = {**self.facts, "log": log}
-        write_checkpoint(self.folder, snapshot, artifact=self.artifact, files=self.files, facts=facts)
+        together(self.group, lambda: _check_finite(snapshot))
+        write_checkpoint(
+            self.folder, snapshot, artifact=self.artifact, files=self.files,
+            facts={**self.facts, "log": log}, group=self.group,
+        )  # fmt: skip
+        if not self.writes:
+            return
         if best is not None and best.step == snapshot.step:
             self.name_best(best)
         kept = (None if best is None else best.step, None if self.resumed is None else self.resumed.step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from swiftkit.config import RunConfig
+from swiftkit.config import RunConfig, SftConfig
 from swiftkit.data.prepare import AUTO_MAX_LENGTH
 from swiftkit.engine import FullSpec, LoraSpec
 from swiftkit.engine.placement import Placement
@@ -22,14 +23,20 @@ from swiftkit.plan.shape import ModelShape
 from swiftkit.train.steps import TOKENS_AT_ONCE
 
 FLAG = "--tensor_parallel_size"
-BASES = {"plain": "bf16", "fp8": "fp8", "nf4": "nf4", "nf4-fp8": "nf4-fp8"}  # by the plan's names
+STORAGES = ("ddp", "hsdp", "fsdp")  # of `--layout`, in the order in which auto tries them
+BASES = {  # by the plan's names; what a folder holds packed takes as many bytes as its like, within a tenth
+    "plain": "bf16", "fp8": "fp8", "nf4": "nf4", "nf4-fp8": "nf4-fp8", "int": "nf4",
+}  # fmt: skip
 RECOMPUTED = 3  # of SAVINGS: fused layers choose among so many
 
 
 def settle_layout(
     config: RunConfig, description: Any, spec: LoraSpec | FullSpec, placement: Placement, world: World
 ) -> Layout:
-    """Tensor parallelism as asked for; on auto the least with which the model fits into a GPU.
+    """Layout and tensor parallelism as asked for; on auto the first with which the model fits into a GPU.
+
+    An adapter's base is cut by tensor parallelism before it is parted, since parts have to be gathered for
+    every layer of every pass; a model that is trained whole is parted.
 
     Args:
         config: of the run.
@@ -41,16 +48,92 @@ def settle_layout(
     Raises:
         UserError: for processes, a model or knobs that cannot be cut so, with the sizes that would do.
     """
+    candidates = list(_candidates(config, spec, world))
+    if len(candidates) == 1 or world.size == 1 or placement.device.type != "cuda":
+        _check(candidates[0], config, description, spec, placement, world)
+        return candidates[0]
+    found = None
+    for layout in candidates:
+        try:
+            _check(layout, config, description, spec, placement, world)
+        except UserError:
+            if layout is candidates[-1] and found is None:
+                raise
+            continue
+        found = layout
+        if _fits(config, description, spec, placement, layout, tokens=_window(config)):
+            break
+    assert found is not None
+    return found
+
+
+def _candidates(config: RunConfig, spec: LoraSpec | FullSpec, world: World) -> Iterator[Layout]:
+    """What the knobs leave open, in the order of preference.
+
+    Raises:
+        UserError: for a number of processes that is no multiple.
+    """
     asked = config.tensor_parallel_size
-    size = _fitting(config, description, spec, placement, world) if asked == "auto" else asked
-    _check_processes(size, world)
-    check_tensor_parallel(description, size, spec=spec, quantized=placement.base != "plain")
-    if size > 1 and config.optim == "adamw_8bit":
+    if asked != "auto":
+        _check_processes(asked, world)
+    for storage in STORAGES if config.layout == "auto" else (config.layout,):
+        if asked != "auto":
+            sizes = [asked]
+        elif storage != "ddp" or (isinstance(spec, FullSpec) and config.layout == "auto"):
+            sizes = [1]
+        else:
+            sizes = [n for n in range(1, world.local_size + 1) if world.local_size % n == 0]
+        for tp in sizes:
+            layout = _layout(storage, tp, world)
+            if config.layout != "auto" or layout.storage == storage:
+                yield layout
+
+
+def _layout(storage: str, tp: int, world: World) -> Layout:
+    rows = world.size // tp
+    shard = {"ddp": 1, "fsdp": rows, "hsdp": max(1, world.local_size // tp)}[storage]
+    return Layout(replicate=rows // shard, shard=shard, tp=tp)
+
+
+def _check(
+    layout: Layout,
+    config: RunConfig,
+    description: Any,
+    spec: LoraSpec | FullSpec,
+    placement: Placement,
+    world: World,
+) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        UserError: saying what is in the way.
+    """
+    tp, full = layout.tp, isinstance(spec, FullSpec)
+    _check_processes(tp, world)
+    if config.layout in ("fsdp", "hsdp"):
+        _check_parts(config.layout, layout)
+    check_tensor_parallel(description, tp, spec=spec, quantized=placement.base != "plain")
+    flag = f"{FLAG} {tp}" if tp > 1 else f"--layout {layout.storage}"
+    if layout.shard > 1 and not isinstance(config, SftConfig):
+        raise UserError(f"{flag}: dpo and reward keep whole weights as yet; take --layout ddp")
+    if full and layout.shard > 1 and tp > 1:
         raise UserError(
-            f"{FLAG} {size}: --optim adamw_8bit keeps moments in blocks of whole tensors, and each rank "
+            f"{FLAG} {tp}: with --layout {layout.storage} a whole model is cut once; leave it at 1"
+        )
+    if config.optim == "adamw_8bit" and (tp > 1 or (full and layout.shard > 1)):
+        raise UserError(
+            f"{flag}: --optim adamw_8bit keeps moments in blocks of whole tensors, and each rank "
             "has a part; take adamw_torch"
         )
-    return Layout(replicate=world.size // size, tp=size)
+
+
+def _check_parts(asked: str, layout: Layout) -> None:
+    if layout.shard == 1:
+        raise UserError(f"--layout {asked} takes several processes with rows of their own; there is one")
+    if asked == "hsdp" and layout.replicate == 1:
+        raise UserError(
+            "--layout hsdp has a copy of all parts on each machine, and this is one; take --layout fsdp"
+        )
 
 
 def _check_processes(size: int, world: World) -> None:
@@ -69,24 +152,8 @@ def _check_processes(size: int, world: World) -> None:
         )
 
 
-def _fitting(
-    config: RunConfig, description: Any, spec: LoraSpec | FullSpec, placement: Placement, world: World
-) -> int:
-    """The smallest size with which a GPU holds its part and a window; else the largest there is."""
-    if world.size == 1 or placement.device.type != "cuda":
-        return 1
-    found = 1
-    for size in (n for n in range(1, world.local_size + 1) if world.local_size % n == 0):
-        if size > 1 and not _cuts(config, description, spec, placement, size):
-            continue
-        found = size
-        if _fits(config, description, spec, placement, tp=size, tokens=_window(config)):
-            break
-    return found
-
-
 def room_for_tokens(
-    config: RunConfig, description: Any, spec: LoraSpec | FullSpec, placement: Placement, *, tp: int
+    config: RunConfig, description: Any, spec: LoraSpec | FullSpec, placement: Placement, layout: Layout
 ) -> int:
     """Tokens that go through the model at once: as usual, or by halves fewer where memory is short.
 
@@ -95,12 +162,12 @@ def room_for_tokens(
         description: the model's transformers config.
         spec: what is trained.
         placement: device and precision.
-        tp: parts of each weight.
+        layout: of the processes.
     """
     tokens = TOKENS_AT_ONCE[placement.device.type]
     if placement.device.type != "cuda":
         return tokens
-    while tokens > _window(config) and not _fits(config, description, spec, placement, tp=tp, tokens=tokens):
+    while tokens > _window(config) and not _fits(config, description, spec, placement, layout, tokens=tokens):
         tokens //= 2
     return tokens
 
@@ -114,31 +181,19 @@ def _fits(
     description: Any,
     spec: LoraSpec | FullSpec,
     placement: Placement,
+    layout: Layout,
     *,
-    tp: int,
     tokens: int,
 ) -> bool:
     """Whether a GPU holds its part of the run; so many tokens at once, or the windows that are asked for."""
     asked = config.per_device_train_batch_size
     tokens = tokens if asked == "auto" else asked * _window(config)
     _, total = torch.cuda.mem_get_info(placement.device)
-    return needed_bytes(description, spec, placement, tp=tp, tokens=tokens) <= USABLE * total
-
-
-def _cuts(
-    config: RunConfig, description: Any, spec: LoraSpec | FullSpec, placement: Placement, size: int
-) -> bool:
-    if config.optim == "adamw_8bit":
-        return False
-    try:
-        check_tensor_parallel(description, size, spec=spec, quantized=placement.base != "plain")
-    except UserError:
-        return False
-    return True
+    return needed_bytes(description, spec, placement, layout, tokens=tokens) <= USABLE * total
 
 
 def needed_bytes(
-    description: Any, spec: LoraSpec | FullSpec, placement: Placement, *, tp: int, tokens: int
+    description: Any, spec: LoraSpec | FullSpec, placement: Placement, layout: Layout, *, tokens: int
 ) -> float:
     """Bytes of one GPU as the plan reckons them, with the most that the layers can save.
 
@@ -146,13 +201,13 @@ def needed_bytes(
         description: the model's transformers config.
         spec: what is trained.
         placement: device and precision.
-        tp: parts of each weight.
+        layout: of the processes.
         tokens: that go through the model at once.
     """
     full = isinstance(spec, FullSpec)
     job = Job(
         tuner="full" if full else "lora",
-        base=BASES[placement.base],  # type: ignore[arg-type]
+        base="fp8" if placement.base_precision == "int8" else BASES[placement.base],  # type: ignore[arg-type]
         rank=spec.rank if isinstance(spec, LoraSpec) else 1,
         sequence=tokens,
         tokens_per_gpu=tokens,
@@ -160,9 +215,9 @@ def needed_bytes(
     saving = SAVINGS[RECOMPUTED - 1 if placement.fused else 0]
     cut = Cut(tokens, saving)
     shape = shape_of(description)
-    planned = memory(shape, job, PlannedLayout(tp=tp), cut).total
+    planned = memory(shape, job, PlannedLayout(layout.replicate, layout.shard, layout.tp), cut).total
     # The plan cuts the residual stream by tokens as well; here every rank keeps all of it.
-    stream = cut.micro_tokens * shape.layers * ACTIVATION * 2 * shape.hidden * (1 - 1 / tp)
+    stream = cut.micro_tokens * shape.layers * ACTIVATION * 2 * shape.hidden * (1 - 1 / layout.tp)
     return (planned + stream) * placement.dtype.itemsize / ACTIVATION
 
 

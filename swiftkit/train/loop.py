@@ -98,7 +98,7 @@ def step(
     all ranks: then gradients and sums are added up, and every rank takes or holds back the same update.
     """
     sums = engine.forward_backward(microbatches, loss, denominator=denominator)
-    world.sum_gradients(engine.parameters.values())
+    world.sum_gradients(engine.unsummed)
     sums = world.sum_named(sums, engine.device)
     if guard is not None:
         guard.look(engine.parameters)
@@ -162,7 +162,7 @@ class _Run:
             device=engine.device,
             spike_factor=knobs.loss_spike_factor,
             on_update=lambda: self._enter("update"),
-            ranks=None if engine.tp is None else engine.tp.ranks,
+            ranks=None if engine.cut is None else engine.cut.ranks,
         )
         self._meter, self._judge = Meter(engine.device), Judge.of(knobs)
         folder = None if keeper is None or not keeper.writes else keeper.folder
@@ -175,7 +175,7 @@ class _Run:
             "judge": self._judge,
             "watch": self._watch,
         }
-        self._state = TrainingState(engine.parameters, parts, engine.tp)
+        self._state = TrainingState(engine.parameters, parts, engine.cut, engine.parts)
 
     @property
     def finished(self) -> bool:

@@ -23,7 +23,7 @@ OTHERS_NAMED = 3  # runs that `auto` says it passed over, the newest first
 # a step is cut, what follows a fault.
 FREE = frozenset({
     "dataset_num_proc", "device", "dry_run", "early_stopping_patience", "eval_steps",
-    "gradient_accumulation_steps", "hang_timeout", "load_best_model_at_end", "load_from_cache_file",
+    "gradient_accumulation_steps", "hang_timeout", "layout", "load_best_model_at_end", "load_from_cache_file",
     "logging_steps", "metric_for_best_model", "model_source", "nproc_per_node", "on_bad_loss",
     "on_save_error", "output_dir", "per_device_train_batch_size", "report_to",
     "resume_from_checkpoint", "sample_max_new_tokens", "sample_prompts", "save_steps", "save_total_limit",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from swiftkit.formats.parts import Part, contents, read_parts
+from swiftkit.parallel.shards import Shard
 
 StateDict = dict[str, Any]
 """Nested mappings with text keys; the leaves are tensors and what JSON can hold."""
@@ -49,6 +52,8 @@ class Snapshot:
         tensors: everything else that is a tensor, by path.
         facts: everything else that is not, nested.
         ready: after this event the copies are whole; None where they are already.
+        parts: this process's parts of what stays in parts, by path.
+        stored: the folder that has these, of a snapshot that was read.
     """
 
     step: int
@@ -56,6 +61,8 @@ class Snapshot:
     tensors: dict[str, Tensor]
     facts: StateDict
     ready: torch.cuda.Event | None
+    parts: dict[str, Part] = field(default_factory=dict)
+    stored: Path | None = None
 
 
 class TrainingState:
@@ -65,14 +72,21 @@ class TrainingState:
         parameters: the trained tensors by name.
         parts: the optimizer, counters and the like, by name.
         cut: how the trained tensors are cut over ranks; None where they are whole. A snapshot has whole ones.
+        shards: this rank's part of the tensors whose moments stay in parts: those of a whole model would be
+            too much for one host.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], parts: Mapping[str, Stateful], cut: Cut | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        parts: Mapping[str, Stateful],
+        cut: Cut | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ):
         self.parameters = parameters
         self._parts = parts
         self._cut = cut
+        self._shards = shards or {}
         self._buffers: dict[str, Tensor] = {}  # pinned, used again by every copy
         self.step = 0
 
@@ -87,37 +101,46 @@ class TrainingState:
             return shapes
         return {name: self._cut.whole_shape(name, shape) for name, shape in shapes.items()}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, whole: bool = True, parts: bool = True) -> Snapshot:
         """Copy everything to the host. An earlier snapshot must not be in use any more.
 
-        From a GPU the copies only join its queue: the host does not wait for them. Where tensors are cut, the
-        other ranks call `contribute` meanwhile.
+        From a GPU the copies only join its queue: the host does not wait for them. Where tensors are cut,
+        every rank calls this.
+
+        Args:
+            whole: whether this process gets what is put together from all; otherwise it only gives its parts.
+            parts: whether it gets its own of what stays in parts.
         """
         tensors, facts = self.state_dict()
-        model = {name: self._copy(f"model/{name}", t) for name, t in self._whole_parameters()}
-        rest = {name: self._copy(name, t) for name, t in self._whole_tensors(tensors)}
+        model = {}
+        for name, tensor in self._whole_parameters():
+            if whole:
+                model[name] = self._copy(f"model/{name}", tensor)
+        rest = {}
+        for path, tensor in self._whole_tensors(tensors):
+            if whole:
+                rest[path] = self._copy(path, tensor)
+        own = {}
+        for path, shard in self._parted(tensors):
+            if parts:
+                own[path] = Part(self._copy(path, tensors[path]), shard)
         ready = None
         if any(t.is_cuda for t in self.parameters.values()):
             ready = torch.cuda.Event()
             ready.record()
-        return Snapshot(self.step, model, rest, facts, ready)
-
-    def contribute(self) -> None:
-        """Give this rank's parts to a snapshot that another rank takes."""
-        if self._cut is None:
-            return
-        tensors, _ = self.state_dict()
-        for _ in chain(self._whole_parameters(), self._whole_tensors(tensors)):
-            pass
+        return Snapshot(self.step, model, rest, facts, ready, own)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put a snapshot back.
 
         Raises:
             KeyError: when it has other trained tensors.
+            UserError: when what it has in parts on the disk is damaged.
         """
         self.set_parameters(snapshot.model)
         tensors = {path: self._own(self._owner(path), t) for path, t in snapshot.tensors.items()}
+        if snapshot.stored is not None:
+            tensors |= self._read(snapshot.stored)
         state = unflatten(tensors, snapshot.facts)
         for name, part in self._parts.items():
             part.load_state_dict(state.get(name, {}))
@@ -139,12 +162,37 @@ class TrainingState:
             yield name, parameter if self._cut is None else self._cut.whole(name, parameter)
 
     def _whole_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        parted = {path for path, _ in self._parted(tensors)}
         for path, tensor in tensors.items():
             owner = self._owner(path)
+            if path in parted:
+                continue
             if self._cut is None or owner is None or tensor.shape != self.parameters[owner].shape:
                 yield path, tensor
             else:
                 yield path, self._cut.whole(owner, tensor)
+
+    def _parted(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Shard]]:
+        """What stays in parts."""
+        for path, tensor in tensors.items():
+            owner = self._owner(path)
+            if owner is None or owner not in self._shards:
+                continue
+            if tensor.shape == self.parameters[owner].shape:
+                yield path, self._shards[owner]
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        """This rank's parts, from those that any number of ranks wrote."""
+        wanted = {}
+        for path, (shape, dtype) in contents(folder).items():
+            shard = self._shards.get(self._owner(path) or "")
+            shape = shape if shard is None else shard.shape(shape)
+            wanted[path] = Part(torch.empty(shape, dtype=dtype), shard)
+        read_parts(folder, wanted)
+        return {
+            path: part.tensor if part.shard is not None else self._own(self._owner(path), part.tensor)
+            for path, part in wanted.items()
+        }
 
     def _owner(self, path: str) -> str | None:
         """The parameter that something of the optimizer's state belongs to."""

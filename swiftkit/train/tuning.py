@@ -13,21 +13,22 @@ from swiftkit import support
 from swiftkit.config import RewardConfig, RunConfig, RunConfigT
 from swiftkit.data.tokenizer import load_tokenizer
 from swiftkit.engine import Engine, FullSpec, LoraSpec
-from swiftkit.engine.build import NewRows, describe, is_tied, skeleton, trained_whole
+from swiftkit.engine.build import NewRows, describe, is_judge, is_tied, skeleton, trained_whole, writes
 from swiftkit.engine.exchange import fused_experts, linear_names, select_targets
 from swiftkit.engine.fused.adopt import why_not
-from swiftkit.engine.placement import Placement
+from swiftkit.engine.placement import Placement, settle_precision
 from swiftkit.errors import UserError
 from swiftkit.formats.checkpoints import recorded
+from swiftkit.formats.packing import packing_of
 from swiftkit.formats.peft import HEAD, SCORE, load_adapter, shortest_names
 from swiftkit.formats.source import LocalModel
 from swiftkit.generate.find import ADAPTER, find_checkpoint
+from swiftkit.parallel.world import ALONE, World
 from swiftkit.train.artifact import Artifact
 from swiftkit.train.optim import peak_rate
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerFast
 
 Spec = LoraSpec | FullSpec
@@ -79,12 +80,12 @@ class Tuning(Generic[Tuned]):
         names = {name.rpartition(".")[2] for name in self.lora.modules_to_save}
         return embedding in names or (not apart and HEAD in names)
 
-    def check_room(self, placement: Placement, *, tp: int = 1) -> None:
+    def check_room(self, placement: Placement, *, parts: int = 1) -> None:
         """Refuse to train a whole model on GPUs that cannot hold it, before anything is loaded.
 
         Args:
             placement: device and precision.
-            tp: parts of each weight, on a GPU each.
+            parts: of each weight, on a GPU each.
 
         Raises:
             UserError: saying what is needed and what there is.
@@ -93,18 +94,18 @@ class Tuning(Generic[Tuned]):
             return
         _, total = torch.cuda.mem_get_info(placement.device)
         numbers = trained_numbers(self.description, self.spec)
-        needed = numbers * bytes_a_number(placement.dtype, self.config.optim) / tp
+        needed = numbers * bytes_a_number(placement.dtype, self.config.optim) / parts
         if needed > total:
             less = numbers * bytes_a_number(placement.dtype, "adamw_8bit") < total
             mend = "take --optim adamw_8bit, or train an adapter" if less else "train an adapter"
-            over = f" on each of {tp} GPUs" if tp > 1 else ""
+            over = f" on each of {parts} GPUs" if parts > 1 else ""
             raise UserError(
                 f"--tuner_type full: {numbers:,} weights with gradients and optimizer take "
                 f"{needed / 2**30:.0f} GiB{over}, and this GPU has {total / 2**30:.0f}; {mend} "
                 "(--tuner_type lora)"
             )
 
-    def load(self, placement: Placement, *, tokens: int, tp: ProcessGroup | None = None) -> Engine:
+    def load(self, placement: Placement, *, tokens: int, world: World = ALONE) -> Engine:
         """Build the model with what is trained, or this rank's part of it; see `build_model`."""
         engine = Engine.load(
             self.base.path,
@@ -117,7 +118,8 @@ class Tuning(Generic[Tuned]):
             seed=self.config.seed,
             tokens=tokens,
             new_rows=self.new_rows,
-            tp=tp,
+            tp=world.tp,
+            shard=world.shards,
         )
         if self.start:
             # An adapter that begins to score has no head yet.
@@ -141,8 +143,9 @@ class Tuning(Generic[Tuned]):
         size = f"{trained_numbers(self.description, self.spec):,} parameters"
         added = [f"          {len(self.new_rows)} new tokens"] if self.new_rows else []
         optimizer = ["          AdamW with moments in 8 bits"] if self.config.optim == "adamw_8bit" else []
+        scored = ["          and a head that scores the last token of an answer"] if self.spec.scores else []
         if self.lora is None:
-            return [f"trained   all weights, {size}", *added, *optimizer]
+            return [f"trained   all weights, {size}", *scored, *added, *optimizer]
         lora = self.lora
         kind = "DoRA" if lora.dora else "LoRA"
         scaling = " over sqrt(rank)" if lora.rslora else ""
@@ -150,8 +153,7 @@ class Tuning(Generic[Tuned]):
         lines = [f"adapter   {kind} rank {lora.rank}, alpha {lora.alpha:g}{scaling}, {size}{start}"]
         if self.config.loraplus_lr_ratio is not None:
             lines.append(f"          B learns at {self.config.loraplus_lr_ratio:g} times the rate (LoRA+)")
-        if lora.scores:
-            lines.append("          and a head that scores the last token of an answer")
+        lines += scored
         if lora.modules_to_save:
             lines.append(f"          trained whole: {', '.join(lora.modules_to_save)}")
         if self.config.init_adapter is not None:
@@ -177,9 +179,14 @@ def plan_tuning(
     Raises:
         UserError: for what cannot be combined, a package that is not there, an adapter of another base.
     """
-    support.check(support.asked(config), config.base_precision)
     support.check_optimizer(config.optim)
     description = describe(base.path)
+    if is_judge(description) and not (isinstance(config, RewardConfig) and config.tuner_type == "full"):
+        raise UserError(
+            f"--model {config.model} is a reward model, which writes no answers; `swiftkit reward "
+            "--tuner_type full` goes on from it"
+        )
+    support.check(support.asked(config), _precision(config, description))
     if config.init_adapter is not None:
         return _from_adapter(config, base, description, tokenizer)
     config = config.with_changes(learning_rate=peak_rate(config))
@@ -187,7 +194,8 @@ def plan_tuning(
     size = max([int(description.vocab_size), *(token + 1 for token in new_rows)])
     vocabulary = size if size > description.vocab_size else None
     if config.tuner_type == "full":
-        return Tuning(FullSpec(vocabulary), config, base, description, new_rows)
+        scores = isinstance(config, RewardConfig)
+        return Tuning(FullSpec(vocabulary, scores), config, base, description, new_rows)
     ends: tuple[str, ...] = _ends(description) if new_rows else ()
     rounds = config.init_lora_weights.partition("_niter_")[2]
     spec = LoraSpec(
@@ -204,6 +212,21 @@ def plan_tuning(
         scores=isinstance(config, RewardConfig),
     )
     return Tuning(spec, config, base, description, new_rows)
+
+
+def _precision(config: RunConfig, description: Any) -> str:
+    """Of the base, as far as it is known before there is a device.
+
+    Raises:
+        UserError: the base's folder is quantized, and what is asked for cannot be had over it.
+    """
+    packing = packing_of(description)
+    if packing is not None and config.tuner_type == "full":
+        raise UserError(
+            f"--tuner_type full: --model {config.model} is quantized ({packing}), and whole numbers cannot "
+            "be trained; train an adapter (--tuner_type lora), or give the model in bf16"
+        )
+    return settle_precision(config.base_precision, packing)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> dict[int, tuple[int, ...]]:
@@ -295,7 +318,7 @@ def _from_adapter(
                 f"--{name} {_word(getattr(config, name))}: --init_adapter {config.init_adapter} has "
                 f"{_word(brought[name])}, which stays; leave --{name} out"
             )
-    support.check(spec.features | support.asked(config), config.base_precision)
+    support.check(spec.features | support.asked(config), _precision(config, description))
     config = config.with_changes(**brought, learning_rate=peak_rate(config))
     return Tuning(spec, config, base, description, start=tensors)
 
@@ -351,12 +374,13 @@ def trained_numbers(description: Any, spec: Spec) -> int:
         description: the model's transformers config.
         spec: what is trained.
     """
-    model = skeleton(description, spec.vocabulary)
+    head = int(description.hidden_size) if spec.scores else 0
     if isinstance(spec, FullSpec):
-        return sum(parameter.numel() for parameter in model.parameters())
+        model = skeleton(description, spec.vocabulary, writes=writes(spec))
+        return head + sum(parameter.numel() for parameter in model.parameters())
+    model = skeleton(description, spec.vocabulary)
     layers: list[Any] = [model.get_submodule(name) for name in select_targets(model, spec.target_modules)]
     factors = spec.rank * sum(layer.in_features + layer.out_features for layer in layers)
     lengths = sum(layer.out_features for layer in layers) if spec.dora else 0
     whole = {p for name in trained_whole(model, spec) for p in model.get_submodule(name)._parameters.values()}
-    head = int(description.hidden_size) if spec.scores else 0
     return factors + lengths + head + sum(p.numel() for p in whole if p is not None)

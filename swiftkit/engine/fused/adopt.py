@@ -59,8 +59,11 @@ def fuse_layers(
     tokens: int = 0,
     required: bool = False,
     tp: TensorParallel | None = None,
+    parts: int = 1,
 ) -> bool:
     """Exchange every decoder layer, on the meta device, for a fused one with room for its weights.
+
+    Where they are to lie in parts on several ranks, room is made later, layer by layer.
 
     Args:
         model: as transformers describes it.
@@ -70,6 +73,7 @@ def fuse_layers(
         tokens: of the largest micro-batch; the memory policy is chosen for it, where it is given.
         required: raise instead of leaving the model as it is.
         tp: how the model is cut over ranks, which all come to the same choice.
+        parts: ranks that the layers' weights are to be parted over.
 
     Returns:
         Whether the layers were exchanged.
@@ -87,7 +91,7 @@ def fuse_layers(
     targets = set() if lora is None else select_targets(model, lora.target_modules)
     layers = model.get_submodule(LAYERS)
     count = len(list(layers.children()))
-    policy = _policy(model, shape, base, lora, tokens, device)
+    policy = _policy(model, shape, base, lora, tokens, device, parts)
     for index in range(count):
         adapters = {name: lora for name in LINEARS if lora and f"{LAYERS}.{index}.{name}" in targets}
         fused = FusedDecoderLayer(
@@ -95,7 +99,7 @@ def fuse_layers(
             base=kind_of(f"{LAYERS}.{index}.", base, count),
             lora=adapters,
             dtype=dtype,
-            device=device,
+            device=device if parts == 1 else torch.device("meta"),
             index=index,
             two_copies=policy.two_copies,
             recompute_mlp=policy.recompute_mlp,
@@ -112,6 +116,7 @@ def _policy(
     lora: LoraSpec | None,
     tokens: int,
     device: torch.device,
+    parts: int,
 ) -> MemoryPolicy:
     if not tokens or device.type != "cuda":
         return MemoryPolicy()
@@ -131,6 +136,7 @@ def _policy(
         layers=config.num_hidden_layers,
         tokens=tokens,
         free=free,
+        parts=parts,
         other=head + adapters + whole + 3 * CHUNK_BYTES["cuda"],
     )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swiftkit.engine.fused.carried import Carried
 from swiftkit.engine.kernels.nf4 import BLOCK, dequantize, dequantize_to_fp8, quantize
@@ -20,7 +20,8 @@ from swiftkit.engine.kernels.rows import FP8, FP8_MAX, Rows, cast_weight, fp8_pr
 from swiftkit.engine.kernels.transpose import transpose
 from swiftkit.parallel.collectives import Sharding
 
-BaseKind = Literal["plain", "fp8", "fp8-backward", "nf4", "nf4-fp8"]
+BaseKind = Literal["plain", "fp8", "fp8-backward", "nf4", "nf4-fp8", "int"]
+"""`int` is what a folder holds packed: no weight is quantized for it, see `engine.integers`."""
 
 
 def kind_of(linear: str, base: BaseKind, layers: int) -> BaseKind:
@@ -39,6 +40,24 @@ def kind_of(linear: str, base: BaseKind, layers: int) -> BaseKind:
     return "fp8-backward" if base == "fp8" and at_an_end else base
 
 
+class Store(nn.Module):
+    """The tensors of a frozen weight by name, as parameters.
+
+    A product looks them up here each time, so whoever has the store may exchange them meanwhile: FSDP has a
+    part of each, and the whole while a layer computes.
+    """
+
+    def put(self, name: str, tensor: Tensor | None) -> None:
+        """Hold a tensor; None takes it away."""
+        held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        self.register_parameter(name, held)
+
+
+def held(name: str) -> Any:
+    """A base's tensor that lies in its store."""
+    return property(lambda base: getattr(base.store, name), lambda base, tensor: base.store.put(name, tensor))
+
+
 class Base(Protocol):
     """A frozen weight [out, in], possibly of several projections, one above the other.
 
@@ -47,12 +66,14 @@ class Base(Protocol):
         fp8_backward: whether its backward product does.
         col_scale: [out] fp32, or None where every channel's scale is one.
         carried: which input channels its forward product reads twice (see `kernels.outliers`), or None.
+        store: all that is large.
     """
 
     fp8: bool
     fp8_backward: bool
     col_scale: Tensor | None
     carried: Carried
+    store: Store
 
     def stored(self) -> dict[str, Tensor]:
         """The stored tensors by name; each has `out * n` entries in its first dimension."""
@@ -64,6 +85,10 @@ class Base(Protocol):
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         """Replace the stored tensors (another device)."""
+        ...
+
+    def forget_copies(self) -> None:
+        """Keep nothing large outside of the store from now on."""
         ...
 
     def forward(self, x: Rows) -> Rows:
@@ -81,8 +106,10 @@ class PlainBase:
     fp8 = fp8_backward = False
     col_scale: Tensor | None = None
     carried = Carried()
+    weight = held("weight")
 
     def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device):
+        self.store = Store()
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def stored(self) -> dict[str, Tensor]:
@@ -93,6 +120,9 @@ class PlainBase:
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         self.weight = stored["weight"]
+
+    def forget_copies(self) -> None:
+        pass
 
     def forward(self, x: Rows) -> Rows:
         return Rows(x.data @ self.weight.T, x.scale)
@@ -109,6 +139,7 @@ class Fp8Base:
     """
 
     fp8 = fp8_backward = True
+    _wide = held("weight")  # with the carried columns behind it
 
     def __init__(
         self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
@@ -117,19 +148,25 @@ class Fp8Base:
         self.dtype = dtype
         self.two_copies = two_copies
         self._sharding = sharding
-        self.bytes = torch.empty(out_features, in_features, dtype=torch.uint8, device=device)
+        self._width = in_features
+        self.store = Store()
+        self._wide = torch.empty(out_features, in_features, dtype=torch.uint8, device=device)
         self.col_scale: Tensor | None = torch.empty(out_features, dtype=torch.float32, device=device)
         self.carried = Carried(sharding)
-        self._wide = self.bytes  # with the carried columns behind it
         self._low: Tensor | None = None  # what FP8 left over, until it is known which of it is carried
         self._transposed: Tensor | None = None
         self._ones = torch.ones(in_features, dtype=torch.float32, device=device)
+
+    @property
+    def bytes(self) -> Tensor:
+        """The weight [out, in]; a view."""
+        return self._wide[:, : self._width]
 
     def stored(self) -> dict[str, Tensor]:
         assert self.col_scale is not None
         stored = {"weight": self.bytes, "weight_scale": self.col_scale}
         if self.carried.channels is not None:
-            stored["weight_carried"] = self._wide[:, self.bytes.shape[1] :]
+            stored["weight_carried"] = self._wide[:, self._width :]
         return stored
 
     def load(self, start: int, weight: Tensor) -> None:
@@ -144,11 +181,14 @@ class Fp8Base:
         self._transposed = None
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
-        self.bytes, self.col_scale = stored["weight"], stored["weight_scale"]
+        self._wide, self.col_scale = stored["weight"], stored["weight_scale"]
         self._ones = self._ones.to(self.bytes.device)
         self._transposed = None
         self.carried.move(self.bytes.device)
         self._put_behind(stored.get("weight_carried"))
+
+    def forget_copies(self) -> None:
+        self.two_copies, self._transposed = False, None
 
     def carry(self) -> None:
         """Choose what is carried, from the rows that went through since `carried.observe`."""
@@ -163,8 +203,7 @@ class Fp8Base:
     def forward(self, x: Rows) -> Rows:
         assert self.col_scale is not None
         self.carried.see(x)
-        weight = self._wide if self.carried.channels is not None else self.bytes
-        return Rows(fp8_product(x, weight, self.col_scale, dtype=self.dtype), None)
+        return Rows(fp8_product(x, self._wide, self.col_scale, dtype=self.dtype), None)
 
     def backward(self, g: Rows) -> Tensor:
         transposed = self._transposed
@@ -175,8 +214,8 @@ class Fp8Base:
         return fp8_product(g, transposed, self._ones, dtype=self.dtype)
 
     def _put_behind(self, columns: Tensor | None) -> None:
-        self._wide = self.bytes if columns is None else torch.cat([self.bytes, columns], 1)
-        self.bytes = self._wide[:, : self.bytes.shape[1]]
+        if columns is not None:
+            self._wide = torch.cat([self.bytes, columns], 1)
 
 
 class SplitBase:
@@ -184,6 +223,7 @@ class SplitBase:
 
     fp8, fp8_backward = False, True
     carried = Carried()
+    weight = held("weight")
 
     def __init__(
         self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
@@ -191,9 +231,12 @@ class SplitBase:
     ):  # fmt: skip
         self.dtype = dtype
         self._sharding = sharding
+        self.store = Store()
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.col_scale: Tensor | None = torch.empty(out_features, dtype=torch.float32, device=device)
-        self._transposed = torch.empty(in_features, out_features, dtype=torch.uint8, device=device)
+        self._transposed: Tensor | None = torch.empty(
+            in_features, out_features, dtype=torch.uint8, device=device
+        )
         self._ones = torch.ones(in_features, dtype=torch.float32, device=device)
 
     def stored(self) -> dict[str, Tensor]:
@@ -205,19 +248,27 @@ class SplitBase:
         rows = slice(start, start + weight.shape[0])
         self.weight[rows].copy_(weight)
         data, scale = _cast(self.weight[rows], self._sharding)
+        assert self._transposed is not None
         self._transposed[:, rows] = data.T
         self.col_scale[rows].copy_(scale)
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
         self.weight, self.col_scale = stored["weight"], stored["weight_scale"]
-        data, _ = _cast(self.weight, self._sharding)
-        self._transposed, self._ones = data.T.contiguous(), self._ones.to(self.weight.device)
+        self._transposed, self._ones = self._made_transposed(), self._ones.to(self.weight.device)
+
+    def forget_copies(self) -> None:
+        self._transposed = None
 
     def forward(self, x: Rows) -> Rows:
         return Rows(x.data @ self.weight.T, x.scale)
 
     def backward(self, g: Rows) -> Tensor:
-        return fp8_product(g, self._transposed, self._ones, dtype=self.dtype)
+        transposed = self._made_transposed() if self._transposed is None else self._transposed
+        return fp8_product(g, transposed, self._ones, dtype=self.dtype)
+
+    def _made_transposed(self) -> Tensor:
+        data, _ = _cast(self.weight, self._sharding)
+        return data.T.contiguous()
 
 
 class Nf4Base:
@@ -226,6 +277,9 @@ class Nf4Base:
     Args:
         compute_fp8: whether products run in FP8, with channel scales from each row's largest block.
     """
+
+    packed, absmax = held("packed"), held("absmax")
+    _behind = held("behind")  # the carried columns, or None
 
     def __init__(
         self, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device,
@@ -236,7 +290,8 @@ class Nf4Base:
         self.fp8 = self.fp8_backward = compute_fp8
         self.carried = Carried(sharding)
         self._sharding = sharding
-        self._behind: Tensor | None = None  # the carried columns
+        self.store = Store()
+        self._behind = None
         numel = out_features * in_features
         self.packed = torch.empty(numel // 2, 1, dtype=torch.uint8, device=device)
         self.absmax = torch.empty(numel // BLOCK, dtype=torch.float32, device=device)
@@ -261,6 +316,9 @@ class Nf4Base:
         self._set_scale()
         self.carried.move(self.packed.device)
         self._behind = stored.get("weight_carried")
+
+    def forget_copies(self) -> None:
+        pass
 
     def carry(self) -> None:
         """See `Fp8Base.carry`; the weight is what NF4 stands for."""
@@ -334,8 +392,8 @@ def make_base(
     """Room for the frozen weight of projections that share an input.
 
     Args:
-        kind: of the storage; `nf4-fp8` stores NF4 and computes in FP8, `fp8-backward` has only its backward
-            product in FP8.
+        kind: of the storage, but for `int`; `nf4-fp8` stores NF4 and computes in FP8, `fp8-backward` has only
+            its backward product in FP8.
         widths: output features of each projection.
         in_features: of all.
         dtype: of plain weights and of every product.

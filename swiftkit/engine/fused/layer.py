@@ -110,12 +110,18 @@ class FusedLlamaLayer(nn.Module):
     ):
         super().__init__()
         shape.check()
-        device = torch.device(device)
         self.shape = shape
+        self.base, self.lora, self.dtype = base, lora, dtype
+        self.two_copies = two_copies
         self.recompute_mlp = recompute_mlp
         self.index = index
-        shardings = shardings or {}
-        self.ranks = shardings["qkv"].ranks if shardings else None
+        self.shardings = shardings or {}
+        self.ranks = self.shardings["qkv"].ranks if self.shardings else None
+        self.make_room(torch.device(device))
+
+    def make_room(self, device: torch.device) -> None:
+        """Make all tensors, without values; what was there before is gone."""
+        shape, dtype = self.shape, self.dtype
         self.input_layernorm = Norm(shape.hidden, dtype=dtype, device=device)
         self.post_attention_layernorm = Norm(shape.hidden, dtype=dtype, device=device)
         self.self_attn, self.mlp = nn.Module(), nn.Module()
@@ -123,7 +129,7 @@ class FusedLlamaLayer(nn.Module):
         for name in LINEARS:
             room, leaf = name.split(".")
             out_features, in_features = shape.out_in(name)
-            linears[leaf] = FrozenLinear(in_features, out_features, lora.get(name), device)
+            linears[leaf] = FrozenLinear(in_features, out_features, self.lora.get(name), device)
             if shape.qkv_bias and leaf in ("q_proj", "k_proj", "v_proj"):
                 bias = torch.zeros(out_features, dtype=dtype, device=device)
                 linears[leaf].bias = nn.Parameter(bias, requires_grad=False)
@@ -131,8 +137,8 @@ class FusedLlamaLayer(nn.Module):
 
         def merged(name: str, *leaves: str) -> Projection:
             return Projection(
-                [linears[leaf] for leaf in leaves], kind=base, dtype=dtype, device=device,
-                two_copies=two_copies, sharding=shardings.get(name),
+                [linears[leaf] for leaf in leaves], kind=self.base, dtype=dtype, device=device,
+                two_copies=self.two_copies, sharding=self.shardings.get(name),
             )  # fmt: skip
 
         self.qkv = merged("qkv", "q_proj", "k_proj", "v_proj")
@@ -173,6 +179,14 @@ class FusedLlamaLayer(nn.Module):
         """Make the linears' names views of what is stored, after that has changed its place."""
         for projection in self.projections:
             projection.name_weights()
+
+    def show_store(self) -> None:
+        """Have what is stored as parameters of this layer instead of the linears, so that it can be cut."""
+        for name in ("qkv", "o", "gate_up", "down"):
+            projection: Projection = getattr(self, name)
+            projection.base.forget_copies()
+            projection.forget_names()
+            self.add_module(f"{name}_stored", projection.base.store)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLlamaLayer:
         super()._apply(fn, recurse)

@@ -53,7 +53,14 @@ def kept_bytes(shape: LayerShape, base: BaseKind, *, tokens: int, recompute_mlp:
 
 
 def choose(
-    shape: LayerShape, base: BaseKind, *, layers: int, tokens: int, free: float, other: float
+    shape: LayerShape,
+    base: BaseKind,
+    *,
+    layers: int,
+    tokens: int,
+    free: float,
+    other: float,
+    parts: int = 1,
 ) -> MemoryPolicy:
     """The fastest policy whose weights and activations fit.
 
@@ -64,6 +71,8 @@ def choose(
         tokens: of the largest micro-batch.
         free: bytes free on the device before anything is loaded.
         other: bytes of everything else (embedding, head, adapters with their optimizer states).
+        parts: in which the weights lie on as many ranks; two layers of them are whole at a time then, and
+            there are no second copies.
 
     Raises:
         UserError: when none fits.
@@ -73,12 +82,13 @@ def choose(
         MemoryPolicy(two_copies=False),
         MemoryPolicy(two_copies=False, recompute_mlp=True),
     ]
-    for policy in policies:
+    for policy in policies if parts == 1 else policies[1:]:
         inner, end = (
             weight_bytes(shape, kind_of(f"layers.{n}.", base, layers), two_copies=policy.two_copies)
             for n in (1, 0)
         )
         weights = max(0, layers - 2) * inner + min(2, layers) * end
+        weights = weights if parts == 1 else weights / parts + 2 * max(inner, end)
         kept = layers * kept_bytes(shape, base, tokens=tokens, recompute_mlp=policy.recompute_mlp)
         if weights + kept + other <= USABLE * free:
             return policy

@@ -19,6 +19,7 @@ class FrozenLinear(nn.Module):
     """One linear layer's names: `weight` (a view of the merged storage), `lora_A`, `lora_B`, `bias`."""
 
     projection: Projection
+    weight: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, spec: LoraSpec | None, device: torch.device):
         super().__init__()
@@ -126,6 +127,12 @@ class Projection:
                 per_row = tensor.shape[0] // self.out_features
                 own[name] = tensor[starts[n] * per_row : starts[n + 1] * per_row]
             linear.point_to(own)
+
+    def forget_names(self) -> None:
+        """Take the names away again: what is stored is not always there."""
+        for linear in self.linears:
+            linear.weight = None
+            linear._buffers.clear()
 
     def merge(self) -> None:
         """Take up the linears' tensors again after a move to another device."""
