@@ -130,6 +130,11 @@ WHOLE: list[tuple[BaseKind, bool]] = [
 ]  # fmt: skip
 
 
+# Single numbers may hardly move in three draws and move in the next, by 0.13 % and 0.5 % in the draws that
+# docs/parallel-tensor.md tells of; many gradients together always move.
+LUCK = {"loss": 2e-3, "norm": 1e-2, "gradients": 0.0}
+
+
 def first_steps(folder: Path) -> dict[tuple[BaseKind, bool], dict[str, Any]]:
     return {(base, fused): first_step(folder, base, fused, parallel=True) for base, fused in WHOLE}
 
@@ -149,7 +154,7 @@ def test_a_model_differs_no_more_than_last_digits_make_it(tmp_path: Path) -> Non
         shaken = [first_step(tmp_path / "model", *case, parallel=False, shake=seed) for seed in (1, 2, 3)]
         for what in ("loss", "norm", "gradients"):
             assert torch.equal(ranks[0][case][what], ranks[1][case][what]), what
-            allowed = (1e-2 if case[1] else 0.0) + 3 * max(error(other[what], one[what]) for other in shaken)
+            allowed = LUCK[what] + (1e-2 if case[1] else 0.0) + 3 * max(error(other[what], one[what]) for other in shaken)
             found = error(ranks[0][case][what], one[what])
             print(*case, what, f"{found:.1e} of {allowed:.1e}")
             assert found < allowed, (case, what)
