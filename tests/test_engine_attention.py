@@ -97,14 +97,15 @@ def test_a_row_is_its_documents_apart(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("prefixes", [(), (-1, -1, 0, 0)], ids=["apart", "shared"])
 @pytest.mark.parametrize("window", [None, 1, 33])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (9, 3)])
 def test_the_fused_row_equals_its_documents_on_a_gpu(
-    seed: int, window: int | None, heads: tuple[int, int]
+    seed: int, window: int | None, heads: tuple[int, int], prefixes: tuple[int, ...]
 ) -> None:
     lengths = [5, 1, 130, 64]
     device = torch.device("cuda")
-    plan = AttentionPlan.of(lengths, device=device)
+    plan = AttentionPlan.of(lengths, device=device, prefixes=prefixes)
     tensors = [t.to(device, torch.bfloat16).requires_grad_() for t in draw(*heads, 200, 200, size=64)]
     rules = Rules(64**-0.5, window)
     fused = _varlen(*tensors, plan, rules).transpose(0, 1)

@@ -26,6 +26,9 @@ LENGTHS = (40, 24)
 ALL = LoraSpec(rank=16, alpha=32)
 
 
+SHARED = (-1, 0, 0, -1, 3, 3)  # two prompts, each with two answers
+
+
 @dataclass
 class Case:
     """A fused layer with random weights, and all that is needed to compute it plainly."""
@@ -45,6 +48,7 @@ def make(
     bias: bool = False,
     shape: LayerShape = SHAPE,
     lengths: tuple[int, ...] = LENGTHS,
+    prefixes: tuple[int, ...] = (),
     **options: Any,
 ) -> Case:
     """A layer whose norms, adapters and biases are all away from their first values."""
@@ -65,7 +69,7 @@ def make(
     tokens = sum(lengths)
     angles = torch.rand(tokens, shape.heads.width // 2, dtype=torch.float64) * 6
     angles = torch.cat([angles, angles], 1)
-    plan = AttentionPlan.of(lengths, device=torch.device("cpu"))
+    plan = AttentionPlan.of(lengths, device=torch.device("cpu"), prefixes=prefixes)
     around = Surroundings(angles.cos().to(dtype), angles.sin().to(dtype), plan)
     x, upstream = (torch.randn(tokens, shape.hidden, dtype=dtype) for _ in range(2))
     return Case(layer, weights, x, upstream, around)
@@ -119,17 +123,25 @@ def plain(
 
     normed = norm(x, "input_layernorm")
     q, k, v = (linear(f"self_attn.{n}_proj", normed).unflatten(1, (-1, shape.heads.width)) for n in "qkv")
-    documents = (part.split(list(around.plan.lengths)) for part in (rotate(q), rotate(k), v))
-    attended = [
-        F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in document), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1).flatten(1)
-        for document in zip(*documents, strict=True)
-    ]  # fmt: skip
-    x = x + linear("self_attn.o_proj", torch.cat(attended))
+    attended = F.scaled_dot_product_attention(
+        *(part.transpose(0, 1)[None] for part in (rotate(q), rotate(k), v)),
+        attn_mask=seen(around.plan), enable_gqa=True,
+    )  # fmt: skip
+    x = x + linear("self_attn.o_proj", attended[0].transpose(0, 1).flatten(1))
     normed = norm(x, "post_attention_layernorm")
     inner = F.silu(linear("mlp.gate_proj", normed)) * linear("mlp.up_proj", normed)
     return x + linear("mlp.down_proj", inner)
+
+
+def seen(plan: AttentionPlan) -> Tensor:
+    """Which key each query sees, [tokens, tokens]."""
+    places = torch.arange(sum(plan.lengths)).split(plan.lengths)
+    found = torch.zeros(sum(plan.lengths), sum(plan.lengths), dtype=torch.bool)
+    for own, prefix in zip(places, plan.prefixes or [-1] * len(places), strict=True):
+        found[own[:, None], own[None]] = own[:, None] >= own[None]
+        if prefix >= 0:
+            found[own[:, None], places[prefix][None]] = True
+    return found
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -260,16 +272,27 @@ def test_what_the_layer_refuses() -> None:
         make(shape=LayerShape(192, 192, Heads(2, 2, 96)))
 
 
+def test_answers_that_share_a_prompt(seed: int) -> None:
+    case = make(lengths=(5, 4, 3, 6, 2, 7), prefixes=SHARED)
+    assert_close(run(case), expected(case), 1e-12)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(128, 128), (100, 157)], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("lengths", "prefixes"),
+    [((128, 128), ()), ((100, 157), ()), ((70, 50, 40, 20, 64, 13), SHARED), ((64,) * 6, SHARED)],
+    ids=["dense", "packed", "shared", "shared-dense"],
+)
 @pytest.mark.parametrize("base", ["plain", "fp8", "nf4", "nf4-fp8"])
-def test_on_a_gpu(base: BaseKind, lengths: tuple[int, ...]) -> None:
+def test_on_a_gpu(base: BaseKind, lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
     """The kernels are as far from float64 as their references on a CPU, up to a tenth."""
     shape = LayerShape(512, 768, Heads(4, 2, 128))
-    case = make(base=base, dtype=torch.bfloat16, shape=shape, lengths=lengths, bias=True)
+    case = make(
+        base=base, dtype=torch.bfloat16, shape=shape, lengths=lengths, prefixes=prefixes, bias=True
+    )  # fmt: skip
     wanted = expected(case)
     references = run(case)
-    plan = AttentionPlan.of(lengths, device=torch.device("cuda"))
+    plan = AttentionPlan.of(lengths, device=torch.device("cuda"), prefixes=prefixes)
     moved = Case(
         copy.deepcopy(case.layer).to("cuda"), case.weights, case.x.cuda(), case.upstream.cuda(),
         Surroundings(case.around.cos.cuda(), case.around.sin.cuda(), plan),

@@ -154,7 +154,11 @@ def test_a_model_differs_no_more_than_last_digits_make_it(tmp_path: Path) -> Non
         shaken = [first_step(tmp_path / "model", *case, parallel=False, shake=seed) for seed in (1, 2, 3)]
         for what in ("loss", "norm", "gradients"):
             assert torch.equal(ranks[0][case][what], ranks[1][case][what]), what
-            allowed = LUCK[what] + (1e-2 if case[1] else 0.0) + 3 * max(error(other[what], one[what]) for other in shaken)
+            allowed = (
+                LUCK[what]
+                + (1e-2 if case[1] else 0.0)
+                + 3 * max(error(other[what], one[what]) for other in shaken)
+            )
             found = error(ranks[0][case][what], one[what])
             print(*case, what, f"{found:.1e} of {allowed:.1e}")
             assert found < allowed, (case, what)

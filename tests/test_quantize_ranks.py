@@ -64,7 +64,10 @@ def test_several_processes_do_what_one_does(
     knobs = {"method": method, "format": form}
     done = [run(tmp_path, out, count, **knobs) for out, count in (("one", 1), ("several", processes))]
     assert [ended.returncode for ended in done] == [0, 0], done[1].stderr
-    assert f"\nprocesses {processes}, each with a share" in done[1].stdout and "\nprocesses" not in done[0].stdout
+    assert (
+        f"\nprocesses {processes}, each with a share" in done[1].stdout
+        and "\nprocesses" not in done[0].stdout
+    )
     assert done[1].stdout.count("wrote     ") == 1
     one, several = report(tmp_path / "one"), report(tmp_path / "several")
     assert one["calibration"] == several["calibration"] and one["size"] == several["size"]

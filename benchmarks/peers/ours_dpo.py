@@ -39,8 +39,7 @@ def run(meter: Meter, *, base: str, checkpointing: bool | str, liger: bool) -> N
     optimizer = torch.optim.AdamW(
         engine.parameters.values(), lr=workload.learning_rate, weight_decay=0.0, fused=fused
     )
-    shared = 0 if fused else workload.prompt  # fused layers have no attention for a shared prompt
-    steps = [_rows(*arrays, shared=shared) for arrays in workload.pairs()]
+    steps = [_rows(*arrays) for arrays in workload.pairs()]
     _with_reference(engine, steps[0])  # compiles
     began = time.perf_counter()
     steps = [_with_reference(engine, rows) for rows in steps]
@@ -62,14 +61,14 @@ def run(meter: Meter, *, base: str, checkpointing: bool | str, liger: bool) -> N
     meter.finish()
 
 
-def _rows(prompts: Ids, chosen: Ids, rejected: Ids, *, shared: int) -> list[AnswerRow]:
+def _rows(prompts: Ids, chosen: Ids, rejected: Ids) -> list[AnswerRow]:
     found = []
     for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
         documents = []
         for answer in answers:
             ids = np.concatenate([prompt, answer]).astype(np.int32)
             documents.append(Document(ids, np.arange(len(ids)) >= len(prompt), Origin("random", 1)))
-        found.append(AnswerRow(tuple(documents), np.zeros(2), shared=shared))
+        found.append(AnswerRow(tuple(documents), np.zeros(2), shared=len(prompt)))
     return found
 
 

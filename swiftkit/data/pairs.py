@@ -105,13 +105,6 @@ class Pairs:
         """Some rows as one batch."""
         return collate_answers([self.rows[index] for index in indices], pad_id=pad_id, pad_to=pad_to)
 
-    def apart(self) -> Pairs:
-        """The same without shared prompts."""
-        rows = tuple(replace(row, shared=0) for row in self.rows)
-        return replace(
-            self, rows=rows, evaluation=None if self.evaluation is None else self.evaluation.apart()
-        )
-
     def with_reference(self, logprobs: NDArray[np.float64]) -> Pairs:
         """The same with the reference policy's log-probabilities, [answers]."""
         parts = np.split(logprobs, np.cumsum([len(row.documents) for row in self.rows])[:-1])

@@ -6,8 +6,9 @@ some families without a word: it makes none here, and `attend` below, which read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,33 @@ class KeyValueStore(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class SharedKeys:
+    """Keys of a row in which segments share others': a varlen kernel reads those of each one in a piece.
+
+    Args:
+        rows: int64 [keys], the token of each key: segment after segment, each behind what it goes on from.
+        cu_seqlens: keys of each segment as running sums from 0, int32 [segments + 1].
+        longest: keys of a segment at most.
+    """
+
+    rows: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> SharedKeys:
+        """Of segments of these lengths, of which some go on from earlier ones."""
+        own = torch.arange(sum(lengths)).split(lengths)
+        keys = [
+            tokens if prefix < 0 else torch.cat([own[prefix], tokens])
+            for tokens, prefix in zip(own, prefixes, strict=True)
+        ]
+        rows, bounds = torch.cat(keys), running_sums([len(part) for part in keys])
+        longest = max(map(len, keys))
+        return cls(rows.to(device, non_blocking=True), bounds.to(device, non_blocking=True), longest)
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """The segments of one row of tokens; queries see the keys of their own segment, causally.
 
@@ -32,13 +60,15 @@ class AttentionPlan:
         cu_seqlens: the same as running sums from 0, int32 [segments + 1], on the row's device.
         store: earlier keys and values, when the row continues documents that were already read.
         prefixes: for each segment an earlier one that it goes on from, whose keys its queries see besides, or
-            -1: two answers that share a prompt. Empty where none does. Varlen kernels cannot serve them.
+            -1: two answers that share a prompt. Empty where none does.
+        shared: where the keys are then, for kernels.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     store: KeyValueStore | None = None
     prefixes: tuple[int, ...] = ()
+    shared: SharedKeys | None = None
 
     @classmethod
     def of(
@@ -51,8 +81,15 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """A plan for segments of these lengths."""
         assert store is None or not prefixes, "what is read in pieces shares nothing"
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), bounds.to(device, non_blocking=True), store, prefixes)
+        lengths = tuple(lengths)
+        shared = SharedKeys.of(lengths, prefixes, device) if prefixes else None
+        bounds = running_sums(lengths).to(device, non_blocking=True)
+        return cls(lengths, bounds, store, prefixes, shared)
+
+
+def running_sums(lengths: Sequence[int]) -> Tensor:
+    """Where each of the lengths begins and the last one ends, int32 [lengths + 1]."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -105,8 +142,7 @@ def attend(
     rules = Rules(scaling, sliding_window, softcap, s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0], key[0], value[0]  # [heads, tokens, head_dim]
-    apart = attention_plan.store is None and not attention_plan.prefixes
-    if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and apart:
+    if q.is_cuda and q.dtype == torch.bfloat16 and rules.plain and attention_plan.store is None:
         return _varlen(q, k, v, attention_plan, rules)[None], None
     return by_segment(q, k, v, attention_plan, rules, layer).transpose(0, 1)[None], None
 
@@ -165,19 +201,36 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
+class KeyBounds(NamedTuple):
+    """Keys of each segment as running sums from 0, int32 [segments + 1], and of a segment at most."""
+
+    cu_seqlens: Tensor
+    longest: int
+
+
+def bounds_of_keys(plan: AttentionPlan) -> KeyBounds:
+    """Whose they are when a varlen kernel reads them: as many as queries, but for what segments share."""
+    if plan.shared is None:
+        return KeyBounds(plan.cu_seqlens, max(plan.lengths))
+    return KeyBounds(plan.shared.cu_seqlens, plan.shared.longest)
+
+
 def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """All segments in one FlashAttention call. Gives [tokens, heads, head_dim]."""
-    longest = max(plan.lengths)
+    keys = bounds_of_keys(plan)
+    k, v = (x.transpose(0, 1) for x in (k, v))
+    if plan.shared is not None:
+        k, v = (x.index_select(0, plan.shared.rows) for x in (k, v))
     output, *_ = torch.ops.aten._flash_attention_forward(
         q.transpose(0, 1),
-        k.transpose(0, 1),
-        v.transpose(0, 1),
+        k,
+        v,
         plan.cu_seqlens,
-        plan.cu_seqlens,
-        longest,
-        longest,
+        keys.cu_seqlens,
+        max(plan.lengths),
+        keys.longest,
         0.0,
-        True,
+        True,  # the last query sees the last key, also where there are more keys than queries
         False,
         scale=rules.scaling,
         window_size_left=None if rules.window is None else rules.window - 1,

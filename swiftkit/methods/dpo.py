@@ -10,7 +10,7 @@ from rich.console import Console
 from swiftkit.config import DpoConfig, PreferenceConfig
 from swiftkit.data import Pairs, prepare_pairs
 from swiftkit.data.cache import data_folder
-from swiftkit.engine.placement import Placement, find_device
+from swiftkit.engine.placement import find_device
 from swiftkit.methods.opening import Opening, check_vocabulary, open_base
 from swiftkit.methods.preference import loss_of
 from swiftkit.methods.reference import Reference, open_reference
@@ -88,9 +88,7 @@ def prepare_rows(
         UserError: a source or a row is wrong, or ranks have other ones.
     """
     world = base.world
-    data, evaluation = world.once_a_node(
-        partial(_rows, config, base.tokenizer, base.placement, base.longest, kind=kind)
-    )
+    data, evaluation = world.once_a_node(partial(_rows, config, base.tokenizer, base.longest, kind=kind))
     world.check_same(f"{base.model.fingerprint} {data.fingerprint}", "model files or rows")
     return data, evaluation
 
@@ -98,21 +96,17 @@ def prepare_rows(
 def _rows(
     config: PreferenceConfig,
     tokenizer: PreTrainedTokenizerFast,
-    placement: Placement,
     longest: int | None,
     *,
     kind: Rows,
 ) -> tuple[Pairs, Pairs | None]:
-    """Their own files, or a share of the rows.
-
-    Fused layers have no attention for a prompt that two answers share, so they get them apart.
-    """
+    """Their own files, or a share of the rows."""
     rows = partial(
         prepare_pairs,
         tokenizer=tokenizer,
         kind=kind,
         truncation_strategy=config.truncation_strategy,
-        share_prompt=config.share_prompt and not placement.fused,
+        share_prompt=config.share_prompt,
         system=config.system,
         columns=config.columns,
         thinking_history=config.thinking_history,

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from swiftkit.engine.attention import AttentionPlan, Rules, by_segment
+from swiftkit.engine.attention import AttentionPlan, Rules, bounds_of_keys, by_segment
 from swiftkit.engine.kernels.rope import Heads
 
 aten = torch.ops.aten
@@ -31,7 +30,7 @@ class Attended(NamedTuple):
 
 
 def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float, layer: int = 0) -> Attended:
-    """Causal attention of each document with itself.
+    """Causal attention of each document with itself, and with the prompt that it shares.
 
     Args:
         qkv: [tokens, heads.total * heads.width], rotated.
@@ -40,13 +39,8 @@ def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float,
         scaling: of the scores.
         layer: the layer's number, for a plan that goes on from stored keys and values.
     """
-    assert not plan.prefixes, "prepare_rows gives fused layers each answer with its own prompt"
-    if plan.store is not None:
-        q, k, v = (x.transpose(0, 1) for x in _split(qkv, heads))
-        out = by_segment(q, k, v, plan, Rules(scaling), layer)
-        return Attended(out.transpose(0, 1).flatten(1), ())
-    if not qkv.is_cuda:
-        return Attended(_reference(qkv, heads, plan, scaling), ())
+    if plan.store is not None or not qkv.is_cuda:
+        return Attended(_reference(qkv, heads, plan, scaling, layer), ())
     q, k, v = _split(qkv, heads)
     if is_dense(plan):
         q, k, v = (_dense(x, plan) for x in (q, k, v))
@@ -54,9 +48,20 @@ def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float,
             q, k, v, None, True, 0.0, True, False, scale=scaling
         )
         return Attended(out.transpose(1, 2).reshape(qkv.shape[0], -1), (lse, seed, offset))
-    longest = max(plan.lengths)
+    keys = bounds_of_keys(plan)
+    k, v = (_gathered(x, plan) for x in (k, v))
     out, lse, seed, offset, _ = aten._flash_attention_forward(
-        q, k, v, plan.cu_seqlens, plan.cu_seqlens, longest, longest, 0.0, True, False, scale=scaling
+        q,
+        k,
+        v,
+        plan.cu_seqlens,
+        keys.cu_seqlens,
+        max(plan.lengths),
+        keys.longest,
+        0.0,
+        True,
+        False,
+        scale=scaling,
     )
     return Attended(out.reshape(qkv.shape[0], -1), (lse, seed, offset))
 
@@ -85,17 +90,33 @@ def attention_backward(
         )
         gradients = tuple(x.transpose(1, 2) for x in gradients)
     else:
-        gradients = aten._flash_attention_backward(
-            d, q, k, v, out, lse, plan.cu_seqlens, plan.cu_seqlens, longest, longest, 0.0, True, seed, offset,
-            scale=scaling,
+        keys = bounds_of_keys(plan)
+        k, v = (_gathered(x, plan) for x in (k, v))
+        dq, dk, dv = aten._flash_attention_backward(
+            d, q, k, v, out, lse, plan.cu_seqlens, keys.cu_seqlens, longest, keys.longest, 0.0, True,
+            seed, offset, scale=scaling,
         )  # fmt: skip
+        gradients = (dq, *(_returned(x, plan) for x in (dk, dv)))
     dq, dk, dv = (x.reshape(qkv.shape[0], -1) for x in gradients)
     return dq, dk, dv
 
 
 def is_dense(plan: AttentionPlan) -> bool:
-    """Whether the documents have one length."""
-    return len(set(plan.lengths)) == 1
+    """Whether the documents have one length and share nothing."""
+    return len(set(plan.lengths)) == 1 and not plan.prefixes
+
+
+def _gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """Keys or values, [tokens, heads, width], so that each segment has in a piece what it sees."""
+    return x if plan.shared is None else x.index_select(0, plan.shared.rows)
+
+
+def _returned(slope: Tensor, plan: AttentionPlan) -> Tensor:
+    """Their gradient, summed over the segments that saw them; in float32, as these sums come in any order."""
+    if plan.shared is None:
+        return slope
+    whole = slope.new_zeros((sum(plan.lengths), *slope.shape[1:]), dtype=torch.float32)
+    return whole.index_add_(0, plan.shared.rows, slope.float()).to(slope.dtype)
 
 
 def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,13 +130,9 @@ def _dense(x: Tensor, plan: AttentionPlan) -> Tensor:
     return x.unflatten(0, (len(plan.lengths), plan.lengths[0])).transpose(1, 2)
 
 
-def _reference(qkv: Tensor, heads: Heads, plan: AttentionPlan, scaling: float) -> Tensor:
-    outputs = []
-    for document in qkv.split(list(plan.lengths)):
-        q, k, v = (x.transpose(0, 1)[None] for x in _split(document, heads))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        outputs.append(out[0].transpose(0, 1).flatten(1))
-    return torch.cat(outputs)
+def _reference(qkv: Tensor, heads: Heads, plan: AttentionPlan, scaling: float, layer: int = 0) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in _split(qkv, heads))
+    return by_segment(q, k, v, plan, Rules(scaling), layer).transpose(0, 1).flatten(1)
 
 
 def _reference_backward(
