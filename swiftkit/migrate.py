@@ -186,10 +186,12 @@ _TRAINING = [
     *_never("resume_only_model", "--init_adapter begins a new run from an adapter"),
     *_never("ignore_data_skip", "a resumed run takes the rows that come next"),
     *_later("gradient_checkpointing*", "everything is kept for the backward pass"),
-    *_later(
-        "deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size",
-        "weights are replicated, or cut by --tensor_parallel_size; sharded storage is not built yet",
+    *_ours(
+        "deepspeed", "layout", "DeepSpeed is not used", zero0="ddp", zero1="ddp", zero2="ddp", zero3="fsdp"
     ),
+    *_ours("fsdp", "layout", "fsdp or hsdp"),
+    *_ours("deepspeed_autotp_size", "tensor_parallel_size"),
+    *_never("fsdp_config zero_hpz_partition_size", "--layout hsdp keeps parts inside each machine"),
     *_later("sequence_parallel_size", "every process holds the whole sequence"),
     *_never("ddp_* average_tokens_across_devices", "gradients are sums over the tokens of all processes"),
     *_never("use_liger_kernel use_logits_to_keep", "the loss projects only trained positions, always"),

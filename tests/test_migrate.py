@@ -75,7 +75,7 @@ def test_sentences() -> None:
         assert entry is not None
         return entry.sentence()
 
-    assert said("--deepspeed").startswith("ms-swift's --deepspeed is not built yet: ")
+    assert said("--deepspeed") == "ms-swift's --deepspeed is --layout here: DeepSpeed is not used"
     assert said("--torch_dtype").startswith("ms-swift's --torch_dtype is --base_precision here: ")
     assert said("--vllm_tensor_parallel_size").startswith(
         "ms-swift's --vllm_tensor_parallel_size does not exist here: "
