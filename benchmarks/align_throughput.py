@@ -1,6 +1,7 @@
 """Speed of DPO over LoRA: ours beside TRL, over one model and the same pairs.
 
     python benchmarks/align_throughput.py --random_weights --packages sets --results results.jsonl
+    python benchmarks/align_throughput.py --merge results.jsonl --into docs/performance.md
 
 Every row runs in a process of its own and is written to the results as soon as it is there.
 """
@@ -14,20 +15,24 @@ from typing import Any
 
 from peers.pairs import PairWorkload
 from peers.rows import PAIR_ROWS
+from peers.table import Table, losses_and_norms, memory
 from peers.workload import SHAPES
-from sft_throughput import checked, measure, parser_of
+from sft_throughput import checked, measure, merged, parser_of
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = parser_of(PAIR_ROWS, __doc__ or "", Path(__file__).stem)
-    model = parser.add_mutually_exclusive_group(required=True)
+    model = parser.add_mutually_exclusive_group()
     model.add_argument("--random_weights", action="store_true", help="write a model of the shape first")
     model.add_argument("--model", type=Path, help="folder of a model of the shape")
     parser.add_argument("--pairs", type=int, default=4, help="in a step, all at once")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=512, help="tokens of each of its two answers")
-    return checked(parser, PAIR_ROWS)
+    args = checked(parser, PAIR_ROWS)
+    if not (args.merge or args.random_weights or args.model):
+        parser.error("give --random_weights or --model FOLDER")
+    return args
 
 
 def workload_of(args: argparse.Namespace) -> PairWorkload:
@@ -67,6 +72,41 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
+def _heading(workload: dict[str, Any]) -> str:
+    return (
+        f"{workload['shape']} ({workload['layers']} layers, random weights), LoRA rank {workload['rank']} on "
+        f"all linear layers, sigmoid loss, {workload['documents']} pairs a step with prompts of "
+        f"{workload['prompt']} tokens and answers of {workload['length'] - workload['prompt']}, "
+        f"{workload['warmup']} steps to warm up and {workload['steps']} timed, seed {workload['seed']}."
+    )
+
+
+def _cells(record: dict[str, Any], _: list[dict[str, Any]]) -> list[str]:
+    training, whole = rates(record)
+    return [
+        f"{whole:.2f}", f"{training:.2f}", f"{record['median_step_ms']:,.1f}", memory(record),
+        *losses_and_norms(record),
+    ]  # fmt: skip
+
+
+TABLE = Table(
+    name="align_throughput",
+    rows=PAIR_ROWS,
+    columns=(
+        "pairs/s, reference and training", "pairs/s, training with the reference known", "median step ms",
+        "allocated / reserved GiB", "loss first → last", "gradient norm first → last",
+    ),
+    cells=_cells,
+    heading=_heading,
+    value=lambda record: rates(record)[1],
+)  # fmt: skip
+
+
+def main() -> int:
+    """Run rows, or merge their results."""
+    args = parse()
+    return merged(args, TABLE) if args.merge else measure(args, PAIR_ROWS, workload_of(args), summary)
+
+
 if __name__ == "__main__":
-    arguments = parse()
-    sys.exit(measure(arguments, PAIR_ROWS, workload_of(arguments), summary))
+    sys.exit(main())

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.rows import ROWS, Row
-from peers.table import merge
+from peers.table import SFT, Table, merge
 from peers.workload import SHAPES, Workload
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -43,8 +43,6 @@ def parse() -> argparse.Namespace:
     parser = parser_of(ROWS, __doc__ or "", name)
     parser.add_argument("--documents", type=int, help="in a step; by default the shape's")
     parser.add_argument("--length", type=int, help="tokens of a document; by default the shape's")
-    parser.add_argument("--merge", type=Path, nargs="+", help="results to make the table from")
-    parser.add_argument("--into", type=Path, default=REPOSITORY / "docs" / "performance.md")
     return checked(parser, ROWS)
 
 
@@ -73,6 +71,8 @@ def parser_of(rows: Mapping[str, Row], about: str, name: str) -> argparse.Argume
         "--budget", type=float, help="seconds for the whole call; what does not fit is left out"
     )
     parser.add_argument("--commit", help="by default git is asked")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results to make the table from")
+    parser.add_argument("--into", type=Path, default=REPOSITORY / "docs" / "performance.md")
     parser.add_argument("--record", type=Path, help="run the one row in this process, and write it here")
     return parser
 
@@ -134,13 +134,16 @@ def run_row(args: argparse.Namespace, row: Row, workload: Workload) -> int:
 def main() -> int:
     """Run rows, or merge their results."""
     args = parse()
-    if args.merge:
-        try:
-            merge(args.merge, args.into)
-        except ValueError as error:
-            sys.exit(str(error))
-        return 0
-    return measure(args, ROWS, workload_of(args), summary)
+    return merged(args, SFT) if args.merge else measure(args, ROWS, workload_of(args), summary)
+
+
+def merged(args: argparse.Namespace, table: Table) -> int:
+    """Put the results of earlier calls into the document."""
+    try:
+        merge(table, args.merge, args.into)
+    except ValueError as error:
+        sys.exit(str(error))
+    return 0
 
 
 def measure(

@@ -127,15 +127,15 @@ def record(row: str, rate: float, date: str, **changes: Any) -> dict[str, Any]:
 
 
 def merged(folder: Path, *records: dict[str, Any]) -> str:
-    from peers.table import BEGIN, END, merge
+    from peers.table import SFT, merge
 
     results, document = folder / "results.jsonl", folder / "performance.md"
     results.write_text("".join(json.dumps(one) + "\n" for one in records))
     if not document.exists():
-        document.write_text(f"# Before\n\n{BEGIN}\nformer table\n{END}\n\nAfter.\n")
-    merge([results], document)
+        document.write_text(f"# Before\n\n{SFT.begin}\nformer table\n{SFT.end}\n\nAfter.\n")
+    merge(SFT, [results], document)
     text = document.read_text()
-    assert text.startswith("# Before\n") and text.endswith(f"{END}\n\nAfter.\n") and "former" not in text
+    assert text.startswith("# Before\n") and text.endswith(f"{SFT.end}\n\nAfter.\n") and "former" not in text
     return text
 
 
@@ -168,7 +168,7 @@ def test_merge_shows_a_failure_where_nothing_finished(peers: None, tmp_path: Pat
 
 
 def test_merge_refuses_mixed_workloads_and_a_document_without_markers(peers: None, tmp_path: Path) -> None:
-    from peers.table import merge
+    from peers.table import SFT, merge
 
     short = record("ours-fp8", 1.0, "01")
     short["workload"] = short["workload"] | {"layers": 4}
@@ -177,4 +177,4 @@ def test_merge_refuses_mixed_workloads_and_a_document_without_markers(peers: Non
     plain = tmp_path / "plain.md"
     plain.write_text("nothing\n")
     with pytest.raises(ValueError, match="sft_throughput: begin"):
-        merge([tmp_path / "results.jsonl"], plain)
+        merge(SFT, [tmp_path / "results.jsonl"], plain)
