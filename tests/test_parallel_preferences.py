@@ -53,18 +53,18 @@ def pairs_file(folder: Path, *, seed: int, rows: int = ROWS, labels: bool = Fals
     return file
 
 
-def world_of(tp: int) -> World:
+def world_of(layout: Layout) -> World:
     """This process among those of the default group."""
     if not dist.is_initialized():
         return ALONE
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, rank, size, CPU).arranged(Layout(replicate=size // tp, tp=tp))
+    return World(rank, size, rank, size, CPU).arranged(layout)
 
 
 def engine_of(model: Path, kind: str, world: World) -> Engine:
     full = kind.endswith("full")
     engine = Engine.load(
-        model, dtype=torch.float32, device=CPU, base="plain", fused=False, tp=world.tp,
+        model, dtype=torch.float32, device=CPU, base="plain", fused=False, tp=world.tp, shard=world.shards,
         lora=None if full else LoraSpec(rank=4, alpha=8, scores=kind == "reward"),
         full=FullSpec() if full else None,
     )  # fmt: skip
@@ -99,17 +99,19 @@ def first_step(model: Path, file: Path, kind: str, world: World) -> dict[str, An
     (rows_counted,) = world.totals(*world.of_rows(sum(p.denominator for p in packed)))
     batches = [Batch.of(p, device=CPU) for p in packed]
     sums = engine.forward_backward(batches, loss, denominator=rows_counted)
-    world.sum_gradients(engine.parameters.values())
+    world.sum_gradients(engine.unsummed)
     found["sums"] = {name: float(value) for name, value in world.sum_named(sums, CPU).items()}
     own = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-    tp = engine.tp
-    found["gradients"] = {name: g.clone() if tp is None else tp.whole(name, g) for name, g in own.items()}
+    cut = engine.cut
+    found["gradients"] = {name: g.clone() if cut is None else cut.whole(name, g) for name, g in own.items()}
     return {**found, "norm": float(engine.gradient_norm()), "rows": rows_counted}
 
 
-def everything(model: Path, files: dict[str, Path], tp: int) -> dict[str, Any]:
+def everything(model: Path, files: dict[str, Path], layout: Layout) -> dict[str, Any]:
     # A world knows the names of one method's sums.
-    return {kind: first_step(model, files.get(kind, files["pairs"]), kind, world_of(tp)) for kind in KINDS}
+    return {
+        kind: first_step(model, files.get(kind, files["pairs"]), kind, world_of(layout)) for kind in KINDS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +130,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def one(model: Path, files: dict[str, Path]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return everything(model, files, 1)
+    return everything(model, files, Layout())
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["ddp 2", "tp 2"])
+@pytest.fixture(
+    scope="module",
+    params=[Layout(replicate=2), Layout(tp=2), Layout(shard=2)],
+    ids=["ddp 2", "tp 2", "fsdp 2"],
+)
 def ranks(
     request: pytest.FixtureRequest,
     model: Path,
     files: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
-    size, tp = request.param
-    return on_ranks(everything, size, tmp_path_factory.mktemp("ranks"), model, files, tp)
+    return on_ranks(
+        everything, request.param.size, tmp_path_factory.mktemp("ranks"), model, files, request.param
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,24 +228,25 @@ def check_runs(found: Path, wanted: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verb", "knobs", "tp"),
+    ("verb", "knobs", "layout"),
     [
-        ("dpo", {"sample_prompts": "none"}, 1),
-        ("dpo", {"sample_prompts": "none"}, 2),
-        ("dpo", {"sample_prompts": "none", "loss_type": "kto", "per_device_train_batch_size": 1}, 1),
-        ("reward", {}, 1),
-        ("reward", {}, 2),
+        ("dpo", {"sample_prompts": "none"}, {}),
+        ("dpo", {"sample_prompts": "none"}, {"tensor_parallel_size": 2}),
+        ("dpo", {"sample_prompts": "none"}, {"layout": "fsdp"}),
+        ("dpo", {"sample_prompts": "none", "loss_type": "kto", "per_device_train_batch_size": 1}, {}),
+        ("reward", {}, {}),
+        ("reward", {}, {"tensor_parallel_size": 2}),
+        ("reward", {}, {"layout": "fsdp"}),
     ],
-    ids=["dpo, ddp", "dpo, tp", "kto, ddp", "reward, ddp", "reward, tp"],
+    ids=["dpo, ddp", "dpo, tp", "dpo, fsdp", "kto, ddp", "reward, ddp", "reward, tp", "reward, fsdp"],
 )
 def test_the_command_over_two_processes(
-    verb: str, knobs: dict[str, Any], tp: int, tmp_path: Path, seed: int
+    verb: str, knobs: dict[str, Any], layout: dict[str, Any], tmp_path: Path, seed: int
 ) -> None:
     tiny.make_toy(tmp_path / "toy", seed=4)
     file = pairs_file(tmp_path, seed=seed, labels="loss_type" in knobs)
     one = Path(run(verb, tmp_path / "one", tmp_path / "toy", file, 1, **knobs).folder)
-    cut = {**knobs, "tensor_parallel_size": tp}
-    two = Path(run(verb, tmp_path / "two", tmp_path / "toy", file, 2, **cut).folder)
+    two = Path(run(verb, tmp_path / "two", tmp_path / "toy", file, 2, **knobs, **layout).folder)
     assert json.loads((two / "args.json").read_text())["machine"]["processes"] == 2
     check_runs(two, one)
     if verb == "reward":

@@ -172,8 +172,11 @@ def test_ranks_of_one_model_take_the_same_rows(tmp_path: Path) -> None:
     assert describe(tmp_path).num_key_value_heads == 2  # what the refusals above are about
 
 
-def test_preferences_and_rewards_keep_whole_weights() -> None:
-    for kind in (DpoConfig, RewardConfig):
+def test_a_whole_reward_model_keeps_whole_weights() -> None:
+    world = World(size=2, local_size=2)
+    for kind, spec in ((DpoConfig, FullSpec()), (RewardConfig, LoraSpec(scores=True))):
         config = kind(model="m", dataset=["d.jsonl"], layout="fsdp")
-        with pytest.raises(UserError, match="dpo and reward keep whole weights as yet; take --layout ddp"):
-            settle_layout(config, llama(), LoraSpec(), CPU, World(size=2, local_size=2))
+        assert settle_layout(config, llama(), spec, CPU, world) == Layout(shard=2)
+    config = RewardConfig(model="m", dataset=["d.jsonl"], layout="fsdp", tuner_type="full")
+    with pytest.raises(UserError, match="trained whole keeps whole weights as yet; take --layout ddp"):
+        settle_layout(config, llama(), FullSpec(scores=True), CPU, world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from swiftkit.formats.peft import LoraSpec
 from swiftkit.parallel.collectives import Ranks
 from swiftkit.parallel.shards import Shard
 
+T = TypeVar("T")
 Sums = dict[str, Tensor]
 Loss = Callable[[Head, Tensor, Batch], Sums]
 """A method's loss: (head, hidden [tokens, hidden], batch) to sums over the batch, `loss` among them."""
@@ -216,29 +217,40 @@ class Engine:
             raise UserError(_memory_is_full(self.device, whole=whole)) from full
         return totals
 
-    @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Batch], loss: Loss) -> Sums:
         """The method's sums without gradients, dropout off."""
-        training = self.model.training
-        self.model.eval()
         totals: Sums = {}
-        try:
-            for batch in microbatches if self.sharded is None else self.sharded.rounds(microbatches):
-                sums = self._pass(batch, loss)
-                if batch is not None:
-                    _add(totals, sums)
-        finally:
-            self.model.train(training)
+        for sums in self.results(microbatches, loss):
+            _add(totals, sums)
         return totals
 
-    def _pass(self, batch: Batch | None, loss: Loss) -> Sums:
-        """The loss's sums; without a batch one that is zero, with zero gradients of all that is trained."""
+    @torch.no_grad()
+    def results(self, microbatches: Iterable[Batch], work: Callable[[Head, Tensor, Batch], T]) -> list[T]:
+        """What `work` makes of each batch's hidden states, without gradients, dropout off.
+
+        Ranks of `shard` have batches of their own here too, any number of them.
+        """
+        training = self.model.training
+        self.model.eval()
+        found = []
+        try:
+            for batch in microbatches if self.sharded is None else self.sharded.rounds(microbatches):
+                result = self._pass(batch, work)
+                if batch is not None:
+                    found.append(result)
+        finally:
+            self.model.train(training)
+        return found
+
+    def _pass(self, batch: Batch | None, work: Callable[[Head, Tensor, Batch], T]) -> T:
+        """The result of a batch; without one a loss that is zero, with zero gradients of what is trained."""
         if self.sharded is None:
             assert batch is not None
-            return loss(self.head, self._hidden(batch), batch)
+            return work(self.head, self._hidden(batch), batch)
         if batch is None:
-            batch, loss = self.sharded.filler(self.device), _nothing
-        return self.sharded(lambda: loss(self.head, self._hidden(batch), batch))
+            batch, work = self.sharded.filler(self.device), cast("Any", _nothing)
+        found: T = self.sharded(lambda: work(self.head, self._hidden(batch), batch))
+        return found
 
 
 def _nothing(head: Head, hidden: Tensor, batch: Batch) -> Sums:

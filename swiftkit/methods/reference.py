@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from swiftkit.config import DpoConfig, ReadyModelKnobs
 from swiftkit.data import Pairs
@@ -28,20 +26,13 @@ FILE = "reference.npz"
 ANSWERS = 2  # of a row: chosen and rejected, or of a labelled row its own and the mismatched one
 
 
-@torch.no_grad()
 def logprobs(
     engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int, world: World = ALONE
 ) -> NDArray[np.float64]:
     """Of every answer in order, [answers], on every rank; each computes its rows. Dropout is off."""
-    training = engine.model.training
-    engine.model.eval()
-    found: list[Tensor] = []
-    try:
-        for packed in evaluation_batches(data, plan, pad_id=pad_id, world=world):
-            batch = Batch.of(packed, device=engine.device)
-            found.append(answer_logprobs(engine.head, engine.hidden(batch), batch))
-    finally:
-        engine.model.train(training)
+    packed = evaluation_batches(data, plan, pad_id=pad_id, world=world)
+    batches = (Batch.of(one, device=engine.device) for one in packed)
+    found = engine.results(batches, answer_logprobs)
     rows = [pair for own in found for pair in own.double().view(-1, ANSWERS).tolist()]
     return np.array(collected(rows, world)).reshape(-1)
 

@@ -96,7 +96,6 @@ def _run(config: RewardConfig, console: Console, world: World) -> Run:
         return job.end(engine)
 
 
-@torch.no_grad()
 def calibration(
     engine: Engine, data: Pairs, plan: StepPlan, *, pad_id: int, world: World = ALONE
 ) -> dict[str, Any]:
@@ -109,15 +108,16 @@ def calibration(
         `pairs`, `accuracy`, `error` (expected calibration error over BINS equal bins, Guo et al. 2017,
         https://arxiv.org/abs/1706.04599), and `bins` with the mean probability and the share that was chosen.
     """
-    engine.model.eval()
-    found: list[float] = []
-    for packed in evaluation_batches(data, plan, pad_id=pad_id, world=world):
-        batch = Batch.of(packed, device=engine.device)
-        scores = scores_of(engine.model.score, engine.hidden(batch), batch)  # type: ignore[arg-type]
+
+    def ahead(_: Head, hidden: Tensor, batch: Batch) -> Tensor:
+        scores = scores_of(engine.model.score, hidden, batch)  # type: ignore[arg-type]
         chosen, rejected = scores.double().view(-1, 2).unbind(1)
-        found += (chosen - rejected).tolist()
-    engine.model.train()
-    margins = torch.tensor(collected(found, world), dtype=torch.float64)
+        return chosen - rejected
+
+    packed = evaluation_batches(data, plan, pad_id=pad_id, world=world)
+    found = engine.results((Batch.of(one, device=engine.device) for one in packed), ahead)
+    own = [margin for margins in found for margin in margins.tolist()]
+    margins = torch.tensor(collected(own, world), dtype=torch.float64)
     accuracy = ((margins > 0).double() + 0.5 * (margins == 0)).mean().item()
     return {"pairs": len(margins), "accuracy": accuracy, **binned(margins.sigmoid().tolist())}
 

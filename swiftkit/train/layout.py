@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from swiftkit.config import RunConfig, SftConfig
+from swiftkit.config import RunConfig
 from swiftkit.data.prepare import AUTO_MAX_LENGTH
 from swiftkit.engine import FullSpec, LoraSpec
 from swiftkit.engine.placement import Placement
@@ -114,8 +114,11 @@ def _check(
         _check_parts(config.layout, layout)
     check_tensor_parallel(description, tp, spec=spec, quantized=placement.base != "plain")
     flag = f"{FLAG} {tp}" if tp > 1 else f"--layout {layout.storage}"
-    if layout.shard > 1 and not isinstance(config, SftConfig):
-        raise UserError(f"{flag}: dpo and reward keep whole weights as yet; take --layout ddp")
+    if full and layout.shard > 1 and spec.scores:
+        raise UserError(
+            f"{flag}: a reward model that is trained whole keeps whole weights as yet; take --layout ddp, or "
+            "--tuner_type lora"
+        )
     if full and layout.shard > 1 and tp > 1:
         raise UserError(
             f"{FLAG} {tp}: with --layout {layout.storage} a whole model is cut once; leave it at 1"
