@@ -285,6 +285,21 @@ def test_workers_save_and_end_when_the_launcher_is_killed(inputs: Path, tmp_path
     assert damage(run_folder(tmp_path) / f"checkpoint-{saved(run_folder(tmp_path))[-1]}") is None
 
 
+def plant(fault: str, folder: Path) -> str:
+    """A path whose module, imported as Python starts, makes a fault of rank 1's third step."""
+    planted = folder / "planted"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1':\n"
+        "    from swiftkit.engine import Engine\n"
+        "    whole, steps = Engine.forward_backward, []\n"
+        "    def broken(*args, **options):\n        steps.append(0)\n"
+        f"        if len(steps) == 3:\n            {fault}\n"
+        "        return whole(*args, **options)\n    Engine.forward_backward = broken\n"
+    )
+    return f"{planted}{os.pathsep}{ROOT}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
@@ -296,19 +311,7 @@ def test_workers_save_and_end_when_the_launcher_is_killed(inputs: Path, tmp_path
 def test_one_rank_that_fails_ends_all_with_its_own_error(
     fault: str, code: int, words: str, inputs: Path, tmp_path: Path
 ) -> None:
-    """A fault planted in the third step of rank 1, by a module that its Python imports at the start."""
-    planted = tmp_path / "planted"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '1':\n"
-        "    from swiftkit.engine import Engine\n"
-        "    whole, steps = Engine.forward_backward, []\n"
-        "    def broken(*args, **options):\n        steps.append(0)\n"
-        f"        if len(steps) == 3:\n            {fault}\n"
-        "        return whole(*args, **options)\n    Engine.forward_backward = broken\n"
-    )
-    path = f"{planted}{os.pathsep}{ROOT}"
-    process = start(inputs, tmp_path / "out", *FOR_EVER, PYTHONPATH=path)
+    process = start(inputs, tmp_path / "out", *FOR_EVER, PYTHONPATH=plant(fault, tmp_path))
     wait_for_steps(process, tmp_path / "out", steps=1)
     begun = time.monotonic()
     _, errors = process.communicate(timeout=100)
@@ -318,6 +321,36 @@ def test_one_rank_that_fails_ends_all_with_its_own_error(
     if code == 1:
         assert "sitecustomize.py:" in errors.splitlines()[0]
     assert not list((tmp_path / "out").glob("swiftkit-launch-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--tensor_parallel_size", "2"), ("--layout", "fsdp")], ids=str)
+def test_a_rank_that_others_wait_for_is_named(more: tuple[str, ...], inputs: Path, tmp_path: Path) -> None:
+    """With the step and the line that each is at, and the call; the run goes on when it can."""
+    said_so = f"pathlib.Path({str(tmp_path / 'said')!r}).exists()"
+    waits = f"import time, pathlib; any(time.sleep(1) or {said_so} for _ in range(90))"
+    process = start(
+        inputs, tmp_path / "out", "--max_steps", "4", "--hang_timeout", "3", *more,
+        PYTHONPATH=plant(waits, tmp_path),
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "the others wait for" in line:
+            (tmp_path / "said").touch()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    words = "".join(said)
+    assert words.count("the others wait for rank 1\n") == 1, words
+    assert "after step 2: forward and backward has taken" in words
+    (first,) = [line for line in said if line.startswith("rank 0: ")]
+    (second,) = [line for line in said if line.startswith("rank 1: ")]
+    assert first.startswith("rank 0: after step 2, forward and backward for ") and "last call gloo:" in first
+    assert "/parallel/" in first or "/engine/" in first
+    assert "swiftkit/train/loop.py:" in second and " in step, last call gloo:" in second
+    recorded = json.loads((run_folder(tmp_path / "out") / "collective-calls-rank-0.json").read_text())
+    assert recorded["fr"]["entries"][-1]["profiling_name"].startswith("gloo:")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from swiftkit.errors import UserError
 from swiftkit.parallel.mesh import Layout
+from swiftkit.parallel.standings import record_calls
 from swiftkit.parallel.worker import PeerLostError
 
 T = TypeVar("T")
@@ -289,6 +290,7 @@ def _own_device(device: str, local: int) -> torch.device:
 
 def _begin(place: torch.device) -> None:
     """Meet the other ranks. CPU tensors travel by gloo in any case: hosts agree without asking the GPU."""
+    record_calls()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         if place.type == "cuda":

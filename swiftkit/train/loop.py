@@ -12,6 +12,7 @@ from torch import Tensor
 from swiftkit.config import TrainKnobs
 from swiftkit.data import HostBatch, PackedBatch, Trainable
 from swiftkit.engine import Batch, Engine, Loss, Sums
+from swiftkit.parallel.standings import Standings
 from swiftkit.parallel.world import ALONE, World, seed_of_step
 from swiftkit.train.guards import BadBatches, StepGuard, Watch
 from swiftkit.train.judge import Judge
@@ -61,7 +62,14 @@ def fit(
     torch.manual_seed(knobs.seed)  # of the dropout
     with ExitStack() as around:
         stop = around.enter_context(stop_by_signal(quiet=not world.first))
-        watchdog = around.enter_context(Watchdog(knobs.hang_timeout, log.say))
+        watchdog = around.enter_context(
+            Watchdog(
+                knobs.hang_timeout,
+                log.say,
+                standings=None if world.size == 1 else Standings(world.rank, world.size),
+                folder=None if keeper is None else keeper.folder,
+            )
+        )
         if keeper is not None:
             around.enter_context(keeper)
         run = _Run(
