@@ -20,6 +20,9 @@ from swiftkit.engine.kernels import (
     transpose,
 )
 from swiftkit.engine.kernels import (
+    columns as gptq_columns,
+)
+from swiftkit.engine.kernels import (
     outliers as carried,
 )
 from swiftkit.engine.kernels.rows import FP8, SLICES, Rows, cast_rows, power_of_two_scale
@@ -227,3 +230,23 @@ def test_nf4() -> None:
 def test_transpose() -> None:
     x = torch.randint(0, 255, (300, 1000), dtype=torch.uint8, device="cuda")
     assert torch.equal(transpose.transpose(x), x.T)
+
+
+@pytest.mark.parametrize(("rows", "width", "group"), [(1000, 128, 32), (77, 100, 50), (4097, 128, 128)])
+def test_round_columns(rows: int, width: int, group: int) -> None:
+    """Two orders of a sum may round a value on the border apart, and then the rest of its row."""
+    block = draw(rows, 3 * width, dtype=torch.float32)[:, width : 2 * width]
+    inputs = draw(4 * width, width, dtype=torch.float64)
+    hessian = inputs.T @ inputs / len(inputs) + 0.05 * torch.eye(width, device="cuda")
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True).float().contiguous()
+    groups = torch.randperm(width, device="cuda") // group
+    scales = (torch.rand(rows, width // group, device="cuda") * 0.2 + 0.05).half()
+    zeros = torch.randint(0, 16, scales.shape, device="cuda", dtype=torch.uint8)
+    codes, errors = gptq_columns.round_columns(
+        block, factor=factor, scales=scales, zeros=zeros, groups=groups, top=15
+    )
+    wide = (block.double(), factor.double(), scales, zeros, groups, 15)
+    wanted, exact = gptq_columns.round_columns_reference(*wide)
+    same = (codes == wanted).all(1)
+    assert same.float().mean() > 0.97
+    assert_same(errors[same], exact[same], 1e-4)

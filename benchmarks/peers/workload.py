@@ -36,6 +36,7 @@ class Shape:
 
 SHAPES = {
     "llama3-8b": Shape(4096, 14336, 32, 32, 8, 128256, documents=4, length=4096),
+    "llama3-70b": Shape(8192, 28672, 80, 64, 8, 128256, documents=1, length=4096),
     "tiny": Shape(128, 256, 2, 4, 2, 512, documents=2, length=64),
 }
 

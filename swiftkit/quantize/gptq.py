@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swiftkit.engine.kernels.columns import BLOCK, round_columns
 from swiftkit.formats.codes import Codes
 from swiftkit.quantize.gram import Gram
 from swiftkit.quantize.grid import Grid
 
-BLOCK = 128  # columns whose errors reach the rest in one product
 MOST_DAMPING = 1.0  # of the mean of the diagonal; beyond it rounding is as good
 
 
@@ -78,7 +78,7 @@ def _factor(gram: Gram, damping: float, act_order: bool) -> tuple[tuple[Tensor, 
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed and torch.isfinite(upper).all():
-            return (upper, order), damping
+            return (upper.contiguous(), order), damping
         damping = damping * 2 or 1e-4
     return None, None
 
@@ -86,23 +86,20 @@ def _factor(gram: Gram, damping: float, act_order: bool) -> tuple[tuple[Tensor, 
 def _columns(weight: Tensor, upper: Tensor, order: Tensor, grid: Grid) -> Tensor:
     """The codes [out, in], column by column in the given order."""
     weight = weight[:, order].clone()
-    values = torch.empty_like(weight)
-    scales, zeros = grid.columns(order)
-    scales, zeros = scales.T.contiguous(), zeros.T.contiguous()  # [in, out]
-    top = (1 << grid.bits) - 1
+    values = torch.empty_like(weight, dtype=torch.uint8)
+    groups = order // grid.group_size
     width = weight.shape[1]
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
-        block = weight[:, start:stop].T.contiguous()  # [columns, out]
-        errors = torch.empty_like(block)
-        factor = upper[start:stop, start:stop]
-        for at in range(stop - start):
-            scale, zero = scales[start + at], zeros[start + at]
-            code = torch.round(block[at] / scale).add_(zero).clamp_(0, top)
-            values[:, start + at] = code
-            errors[at] = (block[at] - (code - zero) * scale) / factor[at, at]
-            block[at:].addr_(factor[at, at:], errors[at], alpha=-1)
-        weight[:, stop:] -= errors.T @ upper[start:stop, stop:]
+        values[:, start:stop], errors = round_columns(
+            weight[:, start:stop],
+            factor=upper[start:stop, start:stop],
+            scales=grid.scales,
+            zeros=grid.zeros,
+            groups=groups[start:stop],
+            top=(1 << grid.bits) - 1,
+        )
+        weight[:, stop:] -= errors @ upper[start:stop, stop:]
     back = torch.empty_like(values)
     back[:, order] = values
     return back

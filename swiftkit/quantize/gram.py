@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from swiftkit.parallel.world import World
 
+TOGETHER = 1 << 14  # rows that one product takes on a GPU
+
 
 @dataclass(eq=False)
 class Gram:
     """Sums over the rows x of an input.
 
     Attributes:
-        products: of x^T x, float32 [in, in].
+        products: of x^T x, float32 [in, in]; of all rows once they are settled.
         magnitudes: of |x|, float32 [in].
         rows: how many.
     """
@@ -26,6 +28,7 @@ class Gram:
     products: Tensor
     magnitudes: Tensor
     rows: int = 0
+    _waiting: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def empty(cls, width: int, device: torch.device) -> Gram:
@@ -35,16 +38,28 @@ class Gram:
     def add(self, x: Tensor) -> None:
         """Add the rows of [..., in].
 
-        On a GPU the product runs in bf16, with sums in float32: one in float32 would take minutes.
+        On a GPU the product runs in bf16, with sums in float32: one in float32 would take minutes. Rows wait
+        there until there are many, since each product is added to the whole matrix. They must not be changed
+        in place meanwhile.
         """
         flat = x.reshape(-1, x.shape[-1])
+        self.rows += flat.shape[0]
+        self._waiting.append(flat)
+        if not flat.is_cuda or sum(map(len, self._waiting)) >= TOGETHER:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take in the rows that wait."""
+        if not self._waiting:
+            return
+        flat = torch.cat(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
+        self._waiting = []
         if flat.is_cuda and flat.dtype == torch.bfloat16:
             self.products += torch.mm(flat.T, flat, out_dtype=torch.float32)
         else:
             flat = flat.float()
             self.products.addmm_(flat.T, flat)
         self.magnitudes += flat.abs().sum(0, dtype=torch.float32)
-        self.rows += flat.shape[0]
 
     @property
     def dead(self) -> Tensor:
@@ -56,8 +71,26 @@ class Gram:
         return float(self.squares(difference).sum()) / max(self.rows * difference.shape[0], 1)
 
     def squares(self, difference: Tensor) -> Tensor:
-        """Sum of squares of x D^T over all rows, [out]."""
-        return ((difference.float() @ self.products) * difference).sum(1).clamp(min=0)
+        """Sum of squares of x D^T over all rows, [out].
+
+        On a GPU in TF32: its 10 binary places err by less than a thousandth of a sum of thousands of terms,
+        and AWQ asks for dozens of these, which in float32 would take most of its time.
+        """
+        with _tf32(difference.device):
+            return ((difference.float() @ self.products) * difference).sum(1).clamp(min=0)
+
+
+@contextmanager
+def _tf32(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(eq=False)
@@ -95,6 +128,8 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._last = None
+        for one in self.inputs:
+            one.gram.settle()
         self._stack.close()
 
     def _hook(self, name: str) -> Any:
