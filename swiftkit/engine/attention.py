@@ -6,9 +6,8 @@ some families without a word: it makes none here, and `attend` below, which read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,30 +24,43 @@ class KeyValueStore(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class SharedKeys:
-    """Keys of a row in which segments share others': a varlen kernel reads those of each one in a piece.
+class Apart:
+    """A row whose segments share others', as kernels take it: each that goes on from one behind a copy of it.
+
+    The copies cost little: attention is a small part of a layer, whose other work is done once.
 
     Args:
-        rows: int64 [keys], the token of each key: segment after segment, each behind what it goes on from.
-        cu_seqlens: keys of each segment as running sums from 0, int32 [segments + 1].
-        longest: keys of a segment at most.
+        rows: int64 [tokens and copies], the token of the row at each place.
+        first: int64 [tokens], a place of each token.
+        plan: the documents.
     """
 
     rows: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    first: Tensor
+    plan: AttentionPlan
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> SharedKeys:
+    def of(cls, lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> Apart:
         """Of segments of these lengths, of which some go on from earlier ones."""
         own = torch.arange(sum(lengths)).split(lengths)
-        keys = [
+        documents = [
             tokens if prefix < 0 else torch.cat([own[prefix], tokens])
-            for tokens, prefix in zip(own, prefixes, strict=True)
+            for segment, (tokens, prefix) in enumerate(zip(own, prefixes, strict=True))
+            if segment not in prefixes
         ]
-        rows, bounds = torch.cat(keys), running_sums([len(part) for part in keys])
-        longest = max(map(len, keys))
-        return cls(rows.to(device, non_blocking=True), bounds.to(device, non_blocking=True), longest)
+        rows = torch.cat(documents)
+        first = torch.empty(sum(lengths), dtype=torch.int64)
+        first[rows] = torch.arange(len(rows))  # any of them
+        plan = AttentionPlan.of([len(tokens) for tokens in documents], device=device)
+        return cls(rows.to(device, non_blocking=True), first.to(device, non_blocking=True), plan)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[tokens, ...] with the copies."""
+        return x.index_select(0, self.rows)
+
+    def pick(self, x: Tensor) -> Tensor:
+        """One of each token, [tokens, ...]; copies are equal."""
+        return x.index_select(0, self.first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +73,14 @@ class AttentionPlan:
         store: earlier keys and values, when the row continues documents that were already read.
         prefixes: for each segment an earlier one that it goes on from, whose keys its queries see besides, or
             -1: two answers that share a prompt. Empty where none does.
-        shared: where the keys are then, for kernels.
+        apart: the same without any that share, for kernels.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     store: KeyValueStore | None = None
     prefixes: tuple[int, ...] = ()
-    shared: SharedKeys | None = None
+    apart: Apart | None = None
 
     @classmethod
     def of(
@@ -82,14 +94,9 @@ class AttentionPlan:
         """A plan for segments of these lengths."""
         assert store is None or not prefixes, "what is read in pieces shares nothing"
         lengths = tuple(lengths)
-        shared = SharedKeys.of(lengths, prefixes, device) if prefixes else None
-        bounds = running_sums(lengths).to(device, non_blocking=True)
-        return cls(lengths, bounds, store, prefixes, shared)
-
-
-def running_sums(lengths: Sequence[int]) -> Tensor:
-    """Where each of the lengths begins and the last one ends, int32 [lengths + 1]."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        apart = Apart.of(lengths, prefixes, device) if prefixes else None
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths, bounds.to(device, non_blocking=True), store, prefixes, apart)
 
 
 @dataclass(frozen=True)
@@ -201,36 +208,23 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-class KeyBounds(NamedTuple):
-    """Keys of each segment as running sums from 0, int32 [segments + 1], and of a segment at most."""
-
-    cu_seqlens: Tensor
-    longest: int
-
-
-def bounds_of_keys(plan: AttentionPlan) -> KeyBounds:
-    """Whose they are when a varlen kernel reads them: as many as queries, but for what segments share."""
-    if plan.shared is None:
-        return KeyBounds(plan.cu_seqlens, max(plan.lengths))
-    return KeyBounds(plan.shared.cu_seqlens, plan.shared.longest)
-
-
 def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """All segments in one FlashAttention call. Gives [tokens, heads, head_dim]."""
-    keys = bounds_of_keys(plan)
-    k, v = (x.transpose(0, 1) for x in (k, v))
-    if plan.shared is not None:
-        k, v = (x.index_select(0, plan.shared.rows) for x in (k, v))
+    apart = plan.apart
+    if apart is not None:
+        q, k, v = (apart.gather(x.transpose(0, 1)).transpose(0, 1) for x in (q, k, v))
+        return apart.pick(_varlen(q, k, v, apart.plan, rules))
+    longest = max(plan.lengths)
     output, *_ = torch.ops.aten._flash_attention_forward(
         q.transpose(0, 1),
-        k,
-        v,
+        k.transpose(0, 1),
+        v.transpose(0, 1),
         plan.cu_seqlens,
-        keys.cu_seqlens,
-        max(plan.lengths),
-        keys.longest,
+        plan.cu_seqlens,
+        longest,
+        longest,
         0.0,
-        True,  # the last query sees the last key, also where there are more keys than queries
+        True,
         False,
         scale=rules.scaling,
         window_size_left=None if rules.window is None else rules.window - 1,

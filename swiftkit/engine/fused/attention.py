@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swiftkit.engine.attention import AttentionPlan, Rules, bounds_of_keys, by_segment
+from swiftkit.engine.attention import Apart, AttentionPlan, Rules, by_segment
 from swiftkit.engine.kernels.rope import Heads
 
 aten = torch.ops.aten
@@ -39,6 +39,9 @@ def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float,
         scaling: of the scores.
         layer: the layer's number, for a plan that goes on from stored keys and values.
     """
+    if plan.apart is not None:
+        whole = attention(plan.apart.gather(qkv), heads=heads, plan=plan.apart.plan, scaling=scaling)
+        return Attended(plan.apart.pick(whole.out), whole.state)
     if plan.store is not None or not qkv.is_cuda:
         return Attended(_reference(qkv, heads, plan, scaling, layer), ())
     q, k, v = _split(qkv, heads)
@@ -48,20 +51,9 @@ def attention(qkv: Tensor, *, heads: Heads, plan: AttentionPlan, scaling: float,
             q, k, v, None, True, 0.0, True, False, scale=scaling
         )
         return Attended(out.transpose(1, 2).reshape(qkv.shape[0], -1), (lse, seed, offset))
-    keys = bounds_of_keys(plan)
-    k, v = (_gathered(x, plan) for x in (k, v))
+    longest = max(plan.lengths)
     out, lse, seed, offset, _ = aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        plan.cu_seqlens,
-        keys.cu_seqlens,
-        max(plan.lengths),
-        keys.longest,
-        0.0,
-        True,
-        False,
-        scale=scaling,
+        q, k, v, plan.cu_seqlens, plan.cu_seqlens, longest, longest, 0.0, True, False, scale=scaling
     )
     return Attended(out.reshape(qkv.shape[0], -1), (lse, seed, offset))
 
@@ -76,6 +68,8 @@ def attention_backward(
         qkv, heads, plan, scaling: as the forward had them.
         attended: what it gave.
     """
+    if plan.apart is not None:
+        return _backward_apart(d_out, qkv, attended, heads=heads, apart=plan.apart, scaling=scaling)
     if not qkv.is_cuda:
         return _reference_backward(d_out, qkv, heads, plan, scaling)
     q, k, v = _split(qkv, heads)
@@ -90,33 +84,37 @@ def attention_backward(
         )
         gradients = tuple(x.transpose(1, 2) for x in gradients)
     else:
-        keys = bounds_of_keys(plan)
-        k, v = (_gathered(x, plan) for x in (k, v))
-        dq, dk, dv = aten._flash_attention_backward(
-            d, q, k, v, out, lse, plan.cu_seqlens, keys.cu_seqlens, longest, keys.longest, 0.0, True,
-            seed, offset, scale=scaling,
+        gradients = aten._flash_attention_backward(
+            d, q, k, v, out, lse, plan.cu_seqlens, plan.cu_seqlens, longest, longest, 0.0, True, seed, offset,
+            scale=scaling,
         )  # fmt: skip
-        gradients = (dq, *(_returned(x, plan) for x in (dk, dv)))
     dq, dk, dv = (x.reshape(qkv.shape[0], -1) for x in gradients)
     return dq, dk, dv
 
 
 def is_dense(plan: AttentionPlan) -> bool:
-    """Whether the documents have one length and share nothing."""
-    return len(set(plan.lengths)) == 1 and not plan.prefixes
+    """Whether the documents have one length."""
+    return len(set(plan.lengths)) == 1
 
 
-def _gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
-    """Keys or values, [tokens, heads, width], so that each segment has in a piece what it sees."""
-    return x if plan.shared is None else x.index_select(0, plan.shared.rows)
+def _backward_apart(
+    d_out: Tensor, qkv: Tensor, attended: Attended, *, heads: Heads, apart: Apart, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One of each token's copies has its output's gradient; those of its key and value are sums over all.
 
-
-def _returned(slope: Tensor, plan: AttentionPlan) -> Tensor:
-    """Their gradient, summed over the segments that saw them; in float32, as these sums come in any order."""
-    if plan.shared is None:
-        return slope
-    whole = slope.new_zeros((sum(plan.lengths), *slope.shape[1:]), dtype=torch.float32)
-    return whole.index_add_(0, plan.shared.rows, slope.float()).to(slope.dtype)
+    The sums are made in float32 at least, as they come in any order.
+    """
+    d = d_out.new_zeros(len(apart.rows), d_out.shape[1]).index_copy_(0, apart.first, d_out)
+    whole = Attended(apart.gather(attended.out), attended.state)
+    dq, *others = attention_backward(
+        d, apart.gather(qkv), whole, heads=heads, plan=apart.plan, scaling=scaling
+    )  # fmt: skip
+    sums = []
+    for slope in others:
+        wide = torch.promote_types(slope.dtype, torch.float32)
+        total = slope.new_zeros(len(d_out), slope.shape[1], dtype=wide)
+        sums.append(total.index_add_(0, apart.rows, slope.to(wide)).to(slope.dtype))
+    return apart.pick(dq), sums[0], sums[1]
 
 
 def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
