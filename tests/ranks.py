@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,3 +39,6 @@ def _work(
         torch.save(function(*arguments), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and then abort what takes its time to leave
